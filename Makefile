@@ -1,0 +1,27 @@
+# `make demo` and `make test` work on a fresh machine: each makes .venv and installs what it needs.
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS = 1
+
+.PHONY: demo test lint setup
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing into .venv (about half a minute) ..."
+	@$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/pytest -n auto
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python .ci/budgets.py
