@@ -1,0 +1,1 @@
+"""Block attention residual read (Kimi-K3): a softmax mixture over banked rows and the running sum."""

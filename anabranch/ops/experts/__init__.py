@@ -1,0 +1,1 @@
+"""Routed experts: the weighted sum of each token's chosen GLU blocks."""

@@ -1,0 +1,1 @@
+"""The MLA output gate: x * sigmoid(g)."""

@@ -1,0 +1,8 @@
+"""The output gate in plain PyTorch. See spec.py for shapes."""
+
+import torch
+
+
+def sigmoid_gate(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(g), rounding twice as the pair of torch operations does."""
+    return x * torch.sigmoid(g)

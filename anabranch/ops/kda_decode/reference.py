@@ -1,0 +1,23 @@
+"""The delta-rule step in plain PyTorch. See spec.py for shapes; state is V-first: S[value, key]."""
+
+import torch
+
+
+def kda_decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    slots: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """S <- S*exp(g); S <- S + beta (v - S k) k^T; o = S q / sqrt(D), per request and head."""
+    live = slots >= 0
+    S = torch.where(live[:, None, None, None], state[slots.clamp_min(0)], 0).float()
+    S = S * g.exp().unsqueeze(-2)
+    error = beta.unsqueeze(-1) * (v.float() - (S * k.unsqueeze(-2)).sum(-1))
+    S = S + error.unsqueeze(-1) * k.unsqueeze(-2)
+    o = (S * (q * q.shape[-1] ** -0.5).unsqueeze(-2)).sum(-1)
+    state[slots[live]] = S[live].to(state.dtype)
+    return torch.where(live[:, None, None], o, 0).to(v.dtype)

@@ -1,0 +1,1 @@
+"""The gated delta rule over whole segments, chunk by chunk."""

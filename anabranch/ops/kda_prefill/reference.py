@@ -1,0 +1,78 @@
+"""The chunk form in plain PyTorch. See spec.py for shapes; state is V-first: S[value, key].
+
+Inside a chunk, with G the inclusive cumulative log decay and E_ij = exp(G_i - G_j) (never above 1 for j <= i):
+A_ij = beta_i <k_i, k_j E_ij> (j < i), R_ij = <q_i, k_j E_ij> / sqrt(D) (j <= i), T = (I + A)^-1 diag(beta),
+u = T (V - (K exp G) S^T), O = (Q exp G) S^T / sqrt(D) + R u, S <- S exp(G_last) + u^T (K exp(G_last - G)).
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+CHUNK = 16  # pairwise exponents cost chunk * D values a token; any chunk length gives the same map
+BLOCK = 64  # chunks worked on at once, which bounds the memory of a long prompt
+
+
+def kda_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    lengths: Sequence[int],
+    slots: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Outputs of every token; each slot's state continues from the pool and is written back."""
+    o, end = torch.zeros_like(v), 0
+    for length, slot in zip(lengths, slots.tolist(), strict=True):
+        part, end = slice(end, end + length), end + length
+        if slot >= 0:
+            out, final = _segment(q[part], k[part], v[part], g[part], beta[part], state[slot].float())
+            o[part] = out.to(v.dtype)
+            state[slot] = final.to(state.dtype)
+    return o
+
+
+def _segment(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = q.shape[0]
+    outputs = []
+    for first in range(0, tokens, CHUNK * BLOCK):
+        part = slice(first, first + CHUNK * BLOCK)
+        o, S = _block(q[part], k[part], v[part].float(), g[part], beta[part], S)
+        outputs.append(o)
+    return torch.cat(outputs)[:tokens], S
+
+
+def _block(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, _, dim = q.shape
+    q, k, v, g, beta = (_chunked(t) for t in (q * dim**-0.5, k, v, g, beta.unsqueeze(-1)))  # [N, H, CHUNK, *]
+    G = g.cumsum(-2)
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    E = torch.where(causal[..., None], G.unsqueeze(-2) - G.unsqueeze(-3), -torch.inf).exp()
+    A = torch.einsum("nhid,nhjd,nhijd->nhij", k, k, E).tril(-1) * beta
+    R = torch.einsum("nhid,nhjd,nhijd->nhij", q, k, E)
+    T = torch.linalg.solve_triangular(
+        A + torch.eye(CHUNK, dtype=A.dtype, device=A.device), torch.diag_embed(beta.squeeze(-1)), upper=False, unitriangular=True
+    )
+    u_own, w = T @ v, T @ (k * G.exp())
+    q_in, last = q * G.exp(), G[:, :, -1:]
+    k_out, keep = k * (last - G).exp(), last.exp()
+    outputs = []
+    for n in range(q.shape[0]):  # only the state is sequential
+        u = u_own[n] - w[n] @ S.mT
+        outputs.append(q_in[n] @ S.mT + R[n] @ u)
+        S = S * keep[n] + u.mT @ k_out[n]
+    o = torch.stack(outputs).transpose(1, 2).flatten(0, 1)
+    return o[:tokens], S
+
+
+def _chunked(x: torch.Tensor) -> torch.Tensor:
+    """[T, H, *] -> [N, H, CHUNK, *], padded with zeros: k = 0, beta = 0, g = 0 leave the state unchanged."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[0] % CHUNK))
+    return x.unflatten(0, (-1, CHUNK)).transpose(1, 2)

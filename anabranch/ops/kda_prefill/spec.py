@@ -1,0 +1,26 @@
+"""Contract of the prefill form. T packed tokens of B segments, H local heads, D channels."""
+
+from anabranch.ops.spec import Floor, OpSpec, tolerance
+
+KDA_PREFILL = OpSpec(
+    name="kda_prefill",
+    inputs={
+        "q, k": "fp32 [T, H, D], unit length per head",
+        "v": "model dtype [T, H, D]",
+        "g": "fp32 [T, H, D] log decay, <= 0",
+        "beta": "fp32 [T, H] in (0, 1)",
+        "lengths": "B host integers that sum to T",
+        "slots": "int64 [B]; -1 is no slot: state neither read nor written, output zero",
+        "state": "fp32 or bf16 [slots, H, D(value), D(key)], V-first; initial state in, final state out",
+    },
+    outputs={"o": "model dtype of v [T, H, D]"},
+    constraints=("no exponent above 0 is ever formed", "chunks never cross a segment boundary"),
+    equality=tolerance(3e-6, 1.5e-2),
+    source="model_spec section 4.7; arXiv 2510.26692",
+)
+
+
+def floor(tokens: int, heads: int, segments: int, dim: int = 128, itemsize: int = 2) -> Floor:
+    """q, k, v, g read and o written once, states in and out once; FLOPs of the chunk-64 form."""
+    moved = 5 * tokens * heads * dim * itemsize + 2 * segments * heads * dim * dim * 4
+    return Floor(bytes=moved, flops=180_224 * tokens * heads * dim // 128)

@@ -1,0 +1,70 @@
+"""Latent attention in plain PyTorch. See spec.py for shapes."""
+
+from collections.abc import Sequence
+
+import torch
+
+QUERY_BLOCK = 256  # bounds the score matrix of a long prompt
+
+
+def cached_rows(pages: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` cache rows of one sequence, in order: [length, R]."""
+    page = pages.shape[1]
+    used = block_table[: -(-length // page)]
+    return pages[used].flatten(0, 1)[:length]
+
+
+def mla_prefill(
+    q: torch.Tensor,
+    queries: Sequence[int],
+    lengths: Sequence[int],
+    block_table: torch.Tensor,
+    pages: torch.Tensor,
+    kv_b: torch.Tensor,
+) -> torch.Tensor:
+    """Keys and values are expanded from the latent rows of the whole sequence, old and new."""
+    rank = kv_b.shape[-1]
+    value_dim = q.shape[-1] - (pages.shape[-1] - rank)
+    outputs = []
+    for query, length, table in zip(q.split(list(queries)), lengths, block_table, strict=True):
+        rows = cached_rows(pages, table, length)
+        expanded = torch.einsum("mr,hdr->hmd", rows[:, :rank], kv_b)
+        shared = rows[:, rank:].expand(kv_b.shape[0], -1, -1)
+        keys = torch.cat([expanded[..., :value_dim], shared], -1)
+        outputs.append(_causal(query.transpose(0, 1), keys, expanded[..., value_dim:]))
+    return torch.cat(outputs)
+
+
+def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """q [H, n, d] are the last n of m positions; k [H, m, d], v [H, m, e] -> [n, H * e]."""
+    count, total = q.shape[1], k.shape[1]
+    positions = torch.arange(total, device=q.device)
+    blocks = []
+    for first in range(0, count, QUERY_BLOCK):
+        block = q[:, first : first + QUERY_BLOCK]
+        last = total - count + first + block.shape[1]  # no key beyond the block's newest position is needed
+        scores = (block @ k[:, :last].mT).float() * q.shape[-1] ** -0.5
+        asking = positions[total - count + first : last]
+        scores = scores.masked_fill(positions[:last] > asking[:, None], -torch.inf)
+        blocks.append(torch.softmax(scores, -1).to(v.dtype) @ v[:, :last])
+    return torch.cat(blocks, 1).transpose(0, 1).flatten(1)
+
+
+def mla_decode(
+    q: torch.Tensor,
+    lengths: Sequence[int],
+    block_table: torch.Tensor,
+    pages: torch.Tensor,
+    kv_b: torch.Tensor,
+) -> torch.Tensor:
+    """The key projection is absorbed into q and the value projection follows the mixture of latent rows."""
+    rank = kv_b.shape[-1]
+    nope = q.shape[-1] - (pages.shape[-1] - rank)
+    query = torch.cat([torch.einsum("bhd,hdr->bhr", q[..., :nope], kv_b[:, :nope]), q[..., nope:]], -1)
+    mixed = query.new_zeros(*query.shape[:2], rank)
+    for b, length in enumerate(lengths):
+        if length:
+            rows = cached_rows(pages, block_table[b], length)
+            p = torch.softmax((query[b] @ rows.mT).float() * q.shape[-1] ** -0.5, -1).to(q.dtype)
+            mixed[b] = p @ rows[:, :rank]
+    return torch.einsum("bhr,hdr->bhd", mixed, kv_b[:, nope:]).flatten(1)

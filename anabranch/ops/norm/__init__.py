@@ -1,0 +1,1 @@
+"""RMSNorm and the per-head gated RMSNorm of KDA."""

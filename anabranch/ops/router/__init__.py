@@ -1,0 +1,1 @@
+"""Expert choice: scores, correction bias, grouped top-k, weights."""

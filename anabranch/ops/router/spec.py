@@ -1,0 +1,17 @@
+"""Contract of the router. T tokens, E experts, k chosen."""
+
+from anabranch.ops.spec import OpSpec, tolerance
+
+ROUTER = OpSpec(
+    name="router",
+    inputs={
+        "x": "model dtype [T, hidden]: the full-width normed FFN input, also for latent MoE",
+        "weight": "model dtype [E, hidden], multiplied in fp32",
+        "bias": "fp32 [E] correction, used for choosing only",
+        "moe": "MoeConfig: top_k, groups, top_groups, scoring, renormalize, scaling",
+    },
+    outputs={"weights": "fp32 [T, k]", "experts": "int64 [T, k]"},
+    constraints=("logits are never rounded below fp32", "a group scores the sum of its two largest biased scores"),
+    equality=tolerance(1e-6, 1e-6),
+    source="model_spec section 6.2; DeepSeek-V3 noaux_tc, arXiv 2412.19437",
+)
