@@ -1,0 +1,174 @@
+"""What a prologue would do, read off a dry run of its paths on the meta device, so that no arithmetic is repeated."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from anabranch.config.model import LayerKind, ModelConfig
+from anabranch.fusion.buffer import MergedWeight
+from anabranch.fusion.plan import Choice
+from anabranch.fusion.prologue import KdaWeights, Path, Prologue, kda_paths, mla_paths
+
+# the names that papers and engines use; other combinations are spelled out
+_NAMES = {
+    "q+k+v": "QKV",
+    "q+k+v+g": "QKVG",
+    "f_a+b": "BFA",
+    "f_a+g_a+b": "tail",
+    "q_a+kv_a": "QKV-A",
+    "q+kv_a": "QKV-A",
+    "q+k+v+g+f_a+b": "whole",
+    "q+k+v+f_a+g_a+b": "whole",
+    "q_a+kv_a+g": "whole",
+    "q+kv_a+g": "whole",
+}
+_TOKENS = 2  # with one row, strides say nothing
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """`columns` consecutive columns of a GEMM result and who reads them: a prologue output, a later GEMM, or "pad"."""
+
+    to: str
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemm:
+    """One launch: `batch` GEMMs of together `rows` weight rows, each over `depth` inputs; `parts` split the result."""
+
+    name: str
+    rows: int
+    depth: int
+    batch: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BufferReport:
+    """One merged buffer: its row segments in order as (checkpoint name, rows), then `pad` zero rows."""
+
+    segments: tuple[tuple[str, int], ...]
+    pad: int
+    rows: int
+    depth: int
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PathReport:
+    """The verdict on one path and the GEMMs it launches, in order; a path that this layout does not have has none."""
+
+    path: str
+    ok: bool
+    reason: str
+    gemms: tuple[Gemm, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrologueReport:
+    """All paths of a layer kind over its buffers, the chosen one, and why."""
+
+    kind: str
+    buffers: tuple[BufferReport, ...]
+    paths: tuple[PathReport, ...]
+    chosen: str
+    reason: str
+
+
+def describe(prologue: Prologue, choice: Choice, config: ModelConfig) -> PrologueReport:
+    """Report on a layer's prologue whose weights are on the meta device."""
+    kind: LayerKind = "kda" if prologue.kind == "kda" else "mla"
+    known: Mapping[str, Path] = (
+        kda_paths(config.kda.full_rank_gate) if kind == "kda" else mla_paths(config.mla.output_gate)
+    )
+    buffers = _buffers(prologue.weights)
+    paths = []
+    for name, verdict in choice.verdicts.items():
+        gemms = _dry_run(known[name], prologue.weights, buffers) if name in known else ()
+        paths.append(PathReport(path=name, ok=verdict.ok, reason=verdict.reason, gemms=gemms))
+    return PrologueReport(
+        kind=kind,
+        buffers=tuple(_buffer_report(b) for b in buffers),
+        paths=tuple(paths),
+        chosen=choice.path,
+        reason=choice.reason,
+    )
+
+
+def _buffers(weights: KdaWeights | MergedWeight) -> tuple[MergedWeight, ...]:
+    return (weights.merged, weights.second) if isinstance(weights, KdaWeights) else (weights,)
+
+
+def _buffer_report(merged: MergedWeight) -> BufferReport:
+    rows, depth = merged.buffer.shape
+    return BufferReport(
+        segments=tuple((s.name, s.rows) for s in merged.segments),
+        pad=merged.size("pad"),
+        rows=rows,
+        depth=depth,
+        bytes=rows * depth * merged.buffer.element_size(),
+    )
+
+
+class _Recorder(TorchFunctionMode):
+    """Keeps (input, weight, result) of every GEMM that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (F.linear, torch.bmm):
+            self.calls.append((args[0], args[1], result))
+        return result
+
+
+def _dry_run(path: Path, weights: Any, buffers: tuple[MergedWeight, ...]) -> tuple[Gemm, ...]:
+    first = buffers[0].buffer
+    assert first.is_meta, "a dry run must not compute"
+    x = torch.empty(_TOKENS, first.shape[1], dtype=first.dtype, device="meta")
+    with _Recorder() as recorder:
+        outputs = path.run(weights, x)
+    assert len(recorder.calls) == path.gemms, f"{path.name}: {len(recorder.calls)} GEMMs, registered {path.gemms}"
+    names = [_gemm_name(weight, x.shape[-1], buffers) for x, weight, _ in recorder.calls]
+    readers = [(f.name, getattr(outputs, f.name)) for f in fields(outputs)]
+    readers += [(name, x) for name, (x, _, _) in zip(names, recorder.calls, strict=True)]
+    gemms = []
+    for name, (x, weight, result) in zip(names, recorder.calls, strict=True):
+        depth, batch = x.shape[-1], weight.shape[0] if weight.ndim == 3 else 1
+        rows = weight.numel() // depth
+        gemms.append(Gemm(name=name, rows=rows, depth=depth, batch=batch, parts=tuple(_parts(result, rows, readers))))
+    return tuple(gemms)
+
+
+def _gemm_name(weight: torch.Tensor, depth: int, buffers: tuple[MergedWeight, ...]) -> str:
+    """Named after the segments whose rows the weight views."""
+    [merged] = [b for b in buffers if b.buffer.untyped_storage() is weight.untyped_storage()]
+    first = int(weight.storage_offset()) // depth
+    last = first + weight.numel() // depth
+    covered = []
+    for segment in merged.segments:
+        start = int(merged.rows(segment.name).storage_offset()) // depth
+        if first <= start and start + segment.rows <= last:
+            covered.append(segment.name.removesuffix("_with_mqa").removesuffix("_proj"))
+    label = "+".join(covered)
+    return _NAMES.get(label, label)
+
+
+def _parts(result: torch.Tensor, rows: int, readers: list[tuple[str, torch.Tensor | None]]) -> Iterator[Part]:
+    """The readers of one GEMM result in column order; what nobody reads comes last, as the pad rows do."""
+    storage = result.untyped_storage()
+    mine = [(t.storage_offset(), name, t) for name, t in readers if t is not None and t.untyped_storage() is storage]
+    unread = rows
+    for _, name, t in sorted(mine, key=lambda reader: reader[0]):
+        columns = t.numel() // _TOKENS
+        unread -= columns
+        yield Part(to=name, columns=columns)
+    if unread:
+        yield Part(to="pad", columns=unread)

@@ -1,0 +1,45 @@
+"""What one forward pass works on: packed tokens, where each sequence stands, and where its state lives."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """T packed tokens of B sequences: first `decodes` sequences of one token each, then whole prefill segments.
+
+    Decode tokens take the recurrent / absorbed forms, prefill segments (also short ones) the chunk / explicit forms.
+    """
+
+    tokens: torch.Tensor  # int64 [T]
+    lengths: tuple[int, ...]  # [B] new tokens of each sequence, sum T
+    contexts: tuple[int, ...]  # [B] tokens of each sequence already in the cache
+    decodes: int
+    slots: torch.Tensor  # int64 [B] recurrent-state slot; -1 is no slot
+    block_table: torch.Tensor  # int64 [B, max pages]
+    rows: torch.Tensor  # int64 [T] latent cache row of each token (page * page size + offset); -1 is none
+    wanted: torch.Tensor  # int64 [W] tokens whose logits are computed
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """[B] tokens of each sequence once this pass is done."""
+        return tuple(c + n for c, n in zip(self.contexts, self.lengths, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class KdaState:
+    """One KDA layer's pools: conv [slots, K-1, 3P] model dtype, state [slots, H, D(value), D(key)] fp32 or bf16."""
+
+    conv: torch.Tensor
+    state: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LatentPages:
+    """One MLA layer's cache: pages [pages, page size, r + rope] model dtype."""
+
+    pages: torch.Tensor
+
+
+LayerCache = KdaState | LatentPages

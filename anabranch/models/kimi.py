@@ -1,0 +1,170 @@
+"""Kimi-Linear and the Kimi-K3 text backbone: one causal language model, assembled from layers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from anabranch.config.fusion import FusionConfig
+from anabranch.config.model import ModelConfig
+from anabranch.config.parallel import ParallelConfig
+from anabranch.fusion.plan import FusionPlan, make_plan
+from anabranch.layers.batch import Batch, LayerCache
+from anabranch.layers.kda import KdaLayer
+from anabranch.layers.linear import Linear, RMSNorm, VocabEmbedding, VocabHead
+from anabranch.layers.mla import MlaLayer
+from anabranch.layers.mlp import DenseFfn
+from anabranch.layers.moe import MoeFfn
+from anabranch.layers.residual import Stream
+from anabranch.ops.attn_residual.reference import residual_read
+from anabranch.parallel.collectives import Collectives, SingleRank
+from anabranch.parallel.layout import stage_layers
+
+
+class DecoderLayer(nn.Module):
+    """h + Attn(norm h), then h + FFN(norm h)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        parallel: ParallelConfig,
+        plan: FusionPlan,
+        comm: Collectives,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        attention = KdaLayer if config.layer_kinds[index] == "kda" else MlaLayer
+        self.input_layernorm = RMSNorm(hidden, eps, dtype, device)
+        self.self_attn = attention(config, parallel, plan, comm, dtype, device)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype, device)
+        # checkpoints name the FFN after its kind
+        self.ffn_name = "block_sparse_moe" if config.moe_layers[index] else "mlp"
+        ffn = MoeFfn if config.moe_layers[index] else DenseFfn
+        self.add_module(self.ffn_name, ffn(config, parallel, comm, dtype, device))
+
+    def forward(self, stream: Stream, batch: Batch, cache: LayerCache) -> None:
+        """Adds this layer's two updates to the stream."""
+        x = self.read_for_attention(stream)
+        stream.add(self.self_attn(self.input_layernorm(x), batch, cache))
+        x = self.read_for_ffn(stream)
+        stream.add(getattr(self, self.ffn_name)(self.post_attention_layernorm(x)))
+
+    def read_for_attention(self, stream: Stream) -> torch.Tensor:
+        return stream.sum
+
+    def read_for_ffn(self, stream: Stream) -> torch.Tensor:
+        return stream.sum
+
+
+class BlockResidualLayer(DecoderLayer):
+    """A decoder layer that reads a learned mixture of the banked sums; every block starts by banking the sum."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        parallel: ParallelConfig,
+        plan: FusionPlan,
+        comm: Collectives,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__(config, index, parallel, plan, comm, dtype, device)
+        assert config.attn_res_block is not None
+        hidden, self.eps = config.hidden_size, config.rms_norm_eps
+        self.starts_block = index % config.attn_res_block == 0
+        self.self_attention_res_norm = RMSNorm(hidden, self.eps, dtype, device)
+        self.self_attention_res_proj = Linear(hidden, 1, dtype, device)
+        self.mlp_res_norm = RMSNorm(hidden, self.eps, dtype, device)
+        self.mlp_res_proj = Linear(hidden, 1, dtype, device)
+
+    def read_for_attention(self, stream: Stream) -> torch.Tensor:
+        norm, score = self.self_attention_res_norm.weight, self.self_attention_res_proj.weight
+        x = residual_read(stream.sum, stream.bank, norm, score, self.eps)
+        if self.starts_block:  # after the read: the sum takes part in it as the newest source
+            stream.freeze()
+        return x
+
+    def read_for_ffn(self, stream: Stream) -> torch.Tensor:
+        return residual_read(stream.sum, stream.bank, self.mlp_res_norm.weight, self.mlp_res_proj.weight, self.eps)
+
+
+class KimiModel(nn.Module):
+    """Embedding, this stage's decoder layers, final norm."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parallel: ParallelConfig,
+        plan: FusionPlan,
+        comm: Collectives,
+        dtype: torch.dtype,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.comm, self.eps, hidden = comm, config.rms_norm_eps, config.hidden_size
+        self.stage = stage_layers(config.layers, parallel.pp_size, parallel.pp_rank)
+        self.reads_bank = config.attn_res_block is not None
+        if self.stage.start == 0:
+            ranks, rank = parallel.attn_tp_size, parallel.attn_tp_rank
+            self.embed_tokens = VocabEmbedding(config.vocab_size, hidden, ranks, rank, dtype, device)
+        layer = BlockResidualLayer if self.reads_bank else DecoderLayer
+        self.layers = nn.ModuleDict({str(i): layer(config, i, parallel, plan, comm, dtype, device) for i in self.stage})
+        if self.stage.stop == config.layers:
+            if self.reads_bank:
+                self.output_attn_res_norm = RMSNorm(hidden, self.eps, dtype, device)
+                self.output_attn_res_proj = Linear(hidden, 1, dtype, device)
+            self.norm = RMSNorm(hidden, self.eps, dtype, device)
+
+    def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """Final hidden states of `batch.wanted`: [W, hidden]."""
+        stream = Stream(self.embed_tokens(batch.tokens, self.comm))
+        for layer, cache in zip(self.layers.values(), caches, strict=True):
+            layer(stream, batch, cache)
+        hidden = stream.sum[batch.wanted]
+        if self.reads_bank:
+            norm, score = self.output_attn_res_norm.weight, self.output_attn_res_proj.weight
+            hidden = residual_read(hidden, [row[batch.wanted] for row in stream.bank], norm, score, self.eps)
+        return self.norm(hidden)
+
+
+class KimiForCausalLM(nn.Module):
+    """The whole language model of one rank; parameter names equal the checkpoint's.
+
+    Args:
+        config: architecture.
+        parallel: this rank's place; shapes are those of its shard.
+        fusion: path per layer kind.
+        comm: peers; without any, sums and gathers are this rank's own.
+        dtype: model dtype (norm statistics, states, gates and router scores are fp32 regardless).
+        device: where parameters are allocated, uninitialised; "meta" allocates nothing.
+
+    Raises:
+        ValueError: a size does not divide over the ranks, or an explicit fusion path is refused.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        parallel: ParallelConfig | None = None,
+        fusion: FusionConfig | None = None,
+        comm: Collectives | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        parallel, comm = parallel or ParallelConfig(), comm or SingleRank()
+        self.config, self.parallel, self.comm, self.dtype = config, parallel, comm, dtype
+        self.plan = make_plan(config, fusion or FusionConfig(), str(dtype).removeprefix("torch."))
+        self.model = KimiModel(config, parallel, self.plan, comm, dtype, device)
+        if self.model.stage.stop == config.layers:
+            ranks, rank = parallel.attn_tp_size, parallel.attn_tp_rank
+            self.lm_head = VocabHead(config.vocab_size, config.hidden_size, ranks, rank, dtype, device)
+
+    def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
+        """fp32 logits [W, vocab] of `batch.wanted`; caches (one a layer) are updated in place."""
+        return self.lm_head(self.model(batch, caches), self.comm)
