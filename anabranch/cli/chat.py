@@ -1,0 +1,59 @@
+"""`anabranch chat`: a conversation in the terminal."""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from anabranch.cli import options
+
+
+def chat(
+    model: options.Model,
+    message: Annotated[str | None, typer.Option("--message", "-m", help="Ask once, print the answer, leave.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    thinking: Annotated[bool, typer.Option(help="Kimi-K3: open the thinking channel first.")] = True,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 1.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = None,
+    fusion: options.Fusion = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    max_len: options.MaxLen = 4096,
+) -> None:
+    """Talk to the model; an empty line or end of input leaves."""
+    from anabranch import LLM, FusionConfig, SamplingParams
+
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    llm = LLM(
+        model,
+        dtype=dtype,
+        device=device,
+        fusion=FusionConfig.parse(fusion or []),
+        max_len=max_len,
+        max_seqs=1,
+        progress=sys.stderr.isatty(),
+    )
+    messages = [{"role": "system", "content": system}] if system else []
+    while question := message or _ask():
+        messages.append({"role": "user", "content": question})
+        answer = ""
+        for piece in llm.stream(llm.chat_prompt(messages, thinking=thinking), params):
+            if isinstance(piece, str):
+                answer += piece
+                typer.echo(piece, nl=False)
+                sys.stdout.flush()
+        typer.echo()
+        messages.append({"role": "assistant", "content": answer})
+        if message:
+            return
+
+
+def _ask() -> str:
+    prompt = "> " if sys.stdin.isatty() else ""
+    try:
+        return input(prompt)
+    except EOFError:
+        return ""

@@ -1,0 +1,24 @@
+"""Options that several verbs share, so that they read and default alike."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Model = Annotated[Path, typer.Argument(help="Checkpoint directory in Hugging Face layout.")]
+Fusion = Annotated[
+    list[str] | None,
+    typer.Option("--fusion", help="KIND=PATH: kda=auto|separate|split|whole or mla=auto|separate|merged. Repeatable."),
+]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+LoadFormat = Annotated[str, typer.Option(help="auto, safetensors, or dummy (seeded random weights).")]
+MlaNormEps = Annotated[
+    float | None, typer.Option(help="Eps of the MLA latent norms; default 1e-6 (SGLang and vLLM: 1e-5).")
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling.")]
+TopK = Annotated[int, typer.Option(help="0 keeps all.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
+MaxLen = Annotated[int, typer.Option(help="Longest prompt plus answer, in tokens.")]
