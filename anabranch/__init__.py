@@ -4,7 +4,6 @@
     LLM("tiny-k3").generate(["Hello"], SamplingParams(max_tokens=32))
 """
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
     from anabranch.engine.llm import LLM
     from anabranch.engine.sampling import SamplingParams
 
-__version__ = version("anabranch")
+__version__ = "0.1.0"
 __all__ = ["LLM", "FusionConfig", "SamplingParams", "__version__"]
 
 _HOMES = {
