@@ -22,7 +22,7 @@ from anabranch.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOutput:
-    """One answer. `logprobs[i]` is the log probability of `token_ids[i]`; `top_logprobs[i]` maps alternatives to theirs.
+    """One answer. `logprobs[i]` belongs to `token_ids[i]`; `top_logprobs[i]` maps its alternatives to theirs.
 
     `finish_reason`: "stop" (an end token or stop string), "length" or "abort".
     """
@@ -123,11 +123,11 @@ class LLM:
             self.engine.add(request)
         while self.engine.busy:
             self.engine.step()
-        return [
-            self._output(p if isinstance(p, str) else None, r) for p, r in zip(prompts, requests, strict=True)
-        ]
+        return [self._output(p if isinstance(p, str) else None, r) for p, r in zip(prompts, requests, strict=True)]
 
-    def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[str | RequestOutput]:
+    def stream(
+        self, prompt: str | Sequence[int], params: SamplingParams | None = None
+    ) -> Iterator[str | RequestOutput]:
         """Pieces of text as they become certain, then the whole RequestOutput. Closing the iterator aborts."""
         request = self._request(prompt, params or SamplingParams())
         self.engine.add(request)

@@ -9,6 +9,7 @@ from anabranch.engine.request import Request
 from anabranch.engine.sampler import Sampled, sample
 from anabranch.layers.batch import Batch
 from anabranch.models.kimi import KimiForCausalLM
+from anabranch.ops.segments import Segments
 
 
 class Runner:
@@ -43,11 +44,13 @@ class Runner:
                 wanted.append(len(tokens) - 1)
         widest = max(len(r.pages) for r, _ in segments)
         table = [r.pages + [0] * (widest - len(r.pages)) for r, _ in segments]
+        decodes = sum(r.decoding for r, _ in segments)
+        lengths, totals = [count for _, count in segments], [r.computed + count for r, count in segments]
         return Batch(
             tokens=self._tensor(tokens),
-            lengths=tuple(count for _, count in segments),
-            contexts=tuple(r.computed for r, _ in segments),
-            decodes=sum(r.decoding for r, _ in segments),
+            segments=Segments.of(lengths, totals, self.device),
+            prefill=Segments.of(lengths[decodes:], totals[decodes:], self.device),
+            decodes=decodes,
             slots=self._tensor([r.slot for r, _ in segments]),
             block_table=self._tensor(table),
             rows=self._tensor(rows),

@@ -84,14 +84,14 @@ class MergedWeight(nn.Module):
 class MergedOwner(nn.Module):
     """A module with MergedWeight children: `load_state_dict` finds their segments under the un-merged names."""
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args, **kwargs) -> None:
         for child_name, child in self.named_children():
             if isinstance(child, MergedWeight):
                 for segment in child.segments:
                     key = f"{prefix}{segment.name}.weight"
                     if key in state_dict:  # torch hands a child only the keys below its own name
                         state_dict[f"{prefix}{child_name}.{segment.name}.weight"] = state_dict.pop(key)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
 def _parent(prefix: str) -> str:

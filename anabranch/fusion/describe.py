@@ -1,17 +1,14 @@
-"""What a prologue would do, read off a dry run of its paths on the meta device, so that no arithmetic is repeated."""
+"""What a prologue would do, read off a dry run of its paths that skips the GEMMs: no row count is worked out twice."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
 
 import torch
-import torch.nn.functional as F
-from torch.overrides import TorchFunctionMode
 
 from anabranch.config.model import LayerKind, ModelConfig
 from anabranch.fusion.buffer import MergedWeight
 from anabranch.fusion.plan import Choice
-from anabranch.fusion.prologue import KdaWeights, Path, Prologue, kda_paths, mla_paths
+from anabranch.fusion.prologue import KdaWeights, MlaWeights, Path, Prologue, kda_paths, mla_paths
 
 # the names that papers and engines use; other combinations are spelled out
 _NAMES = {
@@ -81,7 +78,7 @@ class PrologueReport:
 
 
 def describe(prologue: Prologue, choice: Choice, config: ModelConfig) -> PrologueReport:
-    """Report on a layer's prologue whose weights are on the meta device."""
+    """Report on a layer's prologue; its weights may be on any device, "meta" too, and are not read."""
     kind: LayerKind = "kda" if prologue.kind == "kda" else "mla"
     known: Mapping[str, Path] = (
         kda_paths(config.kda.full_rank_gate) if kind == "kda" else mla_paths(config.mla.output_gate)
@@ -100,8 +97,8 @@ def describe(prologue: Prologue, choice: Choice, config: ModelConfig) -> Prologu
     )
 
 
-def _buffers(weights: KdaWeights | MergedWeight) -> tuple[MergedWeight, ...]:
-    return (weights.merged, weights.second) if isinstance(weights, KdaWeights) else (weights,)
+def _buffers(weights: KdaWeights | MlaWeights) -> tuple[MergedWeight, ...]:
+    return (weights.merged, weights.second) if isinstance(weights, KdaWeights) else (weights.merged,)
 
 
 def _buffer_report(merged: MergedWeight) -> BufferReport:
@@ -115,33 +112,24 @@ def _buffer_report(merged: MergedWeight) -> BufferReport:
     )
 
 
-class _Recorder(TorchFunctionMode):
-    """Keeps (input, weight, result) of every GEMM that runs inside."""
+def _dry_run(path: Path, weights: KdaWeights | MlaWeights, buffers: tuple[MergedWeight, ...]) -> tuple[Gemm, ...]:
+    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (F.linear, torch.bmm):
-            self.calls.append((args[0], args[1], result))
+    def record(source: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Stands in for a GEMM: its result is allocated and never computed."""
+        result = source.new_empty(*source.shape[:-1], weight.shape[-2])
+        calls.append((source, weight, result))
         return result
 
-
-def _dry_run(path: Path, weights: Any, buffers: tuple[MergedWeight, ...]) -> tuple[Gemm, ...]:
-    first = buffers[0].buffer
-    assert first.is_meta, "a dry run must not compute"
-    x = torch.empty(_TOKENS, first.shape[1], dtype=first.dtype, device="meta")
-    with _Recorder() as recorder:
-        outputs = path.run(weights, x)
-    assert len(recorder.calls) == path.gemms, f"{path.name}: {len(recorder.calls)} GEMMs, registered {path.gemms}"
-    names = [_gemm_name(weight, x.shape[-1], buffers) for x, weight, _ in recorder.calls]
+    x = buffers[0].buffer.new_empty(_TOKENS, buffers[0].buffer.shape[1])
+    outputs = path.run(replace(weights, ops=replace(weights.ops, linear=record, batched_linear=record)), x)
+    assert len(calls) == path.gemms, f"{path.name}: {len(calls)} GEMMs, registered {path.gemms}"
+    names = [_gemm_name(weight, source.shape[-1], buffers) for source, weight, _ in calls]
     readers = [(f.name, getattr(outputs, f.name)) for f in fields(outputs)]
-    readers += [(name, x) for name, (x, _, _) in zip(names, recorder.calls, strict=True)]
+    readers += [(name, source) for name, (source, _, _) in zip(names, calls, strict=True)]
     gemms = []
-    for name, (x, weight, result) in zip(names, recorder.calls, strict=True):
-        depth, batch = x.shape[-1], weight.shape[0] if weight.ndim == 3 else 1
+    for name, (source, weight, result) in zip(names, calls, strict=True):
+        depth, batch = source.shape[-1], weight.shape[0] if weight.ndim == 3 else 1
         rows = weight.numel() // depth
         gemms.append(Gemm(name=name, rows=rows, depth=depth, batch=batch, parts=tuple(_parts(result, rows, readers))))
     return tuple(gemms)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
-import torch.nn.functional as F
 
 from anabranch.fusion import counters
 from anabranch.fusion.buffer import MergedWeight
+from anabranch.ops.registry import Ops
 from anabranch.ops.spec import tolerance
 
 KV_A = "kv_a_proj_with_mqa"
@@ -31,6 +31,30 @@ class KdaWeights:
 
     merged: MergedWeight
     second: MergedWeight
+    ops: Ops
+
+    def gemm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """One counted GEMM."""
+        counters.add("kda.gemm")
+        return self.ops.linear(x, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class MlaWeights:
+    """`merged`: every projection that reads x."""
+
+    merged: MergedWeight
+    ops: Ops
+
+    @property
+    def q(self) -> str:
+        """Name of the query segment: q_a_proj or q_proj."""
+        return self.merged.segments[0].name
+
+    def gemm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """One counted GEMM."""
+        counters.add("mla.gemm")
+        return self.ops.linear(x, weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,34 +97,24 @@ class Prologue(Generic[Weights, Result]):
         return path.run(self.weights, x)
 
 
-def _kda_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    counters.add("kda.gemm")
-    return F.linear(x, weight)
-
-
-def _mla_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    counters.add("mla.gemm")
-    return F.linear(x, weight)
-
-
 def _full_separate(w: KdaWeights, x: torch.Tensor) -> KdaInputs:
-    qkv = _kda_gemm(x, w.merged.rows("q_proj", "v_proj"))
-    beta = _kda_gemm(x, w.merged.rows("b_proj"))
-    rank = _kda_gemm(x, w.merged.rows("f_a_proj"))
-    forget = _kda_gemm(rank, w.second.rows("f_b_proj"))
-    gate = _kda_gemm(x, w.merged.rows("g_proj"))
+    qkv = w.gemm(x, w.merged.rows("q_proj", "v_proj"))
+    beta = w.gemm(x, w.merged.rows("b_proj"))
+    rank = w.gemm(x, w.merged.rows("f_a_proj"))
+    forget = w.gemm(rank, w.second.rows("f_b_proj"))
+    gate = w.gemm(x, w.merged.rows("g_proj"))
     return KdaInputs(qkv, forget, beta, gate)
 
 
 def _full_split(w: KdaWeights, x: torch.Tensor) -> KdaInputs:
-    qkvg = _kda_gemm(x, w.merged.rows("q_proj", "g_proj"))
-    bfa = _kda_gemm(x, w.merged.rows("f_a_proj", "pad"))
+    qkvg = w.gemm(x, w.merged.rows("q_proj", "g_proj"))
+    bfa = w.gemm(x, w.merged.rows("f_a_proj", "pad"))
     qkv, gate = qkvg.split([w.merged.size("q_proj", "v_proj"), w.merged.size("g_proj")], -1)
     return _full_tail(w, qkv, gate, bfa)
 
 
 def _full_whole(w: KdaWeights, x: torch.Tensor) -> KdaInputs:
-    out = _kda_gemm(x, w.merged.rows("q_proj", "pad"))
+    out = w.gemm(x, w.merged.rows("q_proj", "pad"))
     sizes = [w.merged.size("q_proj", "v_proj"), w.merged.size("g_proj"), w.merged.size("f_a_proj", "pad")]
     qkv, gate, bfa = out.split(sizes, -1)
     return _full_tail(w, qkv, gate, bfa)
@@ -108,24 +122,24 @@ def _full_whole(w: KdaWeights, x: torch.Tensor) -> KdaInputs:
 
 def _full_tail(w: KdaWeights, qkv: torch.Tensor, gate: torch.Tensor, bfa: torch.Tensor) -> KdaInputs:
     rank, beta, _ = bfa.split([w.merged.size(name) for name in ("f_a_proj", "b_proj", "pad")], -1)
-    return KdaInputs(qkv, _kda_gemm(rank, w.second.rows("f_b_proj")), beta, gate)
+    return KdaInputs(qkv, w.gemm(rank, w.second.rows("f_b_proj")), beta, gate)
 
 
 def _low_separate(w: KdaWeights, x: torch.Tensor) -> KdaInputs:
-    qkv = _kda_gemm(x, w.merged.rows("q_proj", "v_proj"))
-    beta = _kda_gemm(x, w.merged.rows("b_proj"))
-    forget = _kda_gemm(_kda_gemm(x, w.merged.rows("f_a_proj")), w.second.rows("f_b_proj"))
-    gate = _kda_gemm(_kda_gemm(x, w.merged.rows("g_a_proj")), w.second.rows("g_b_proj"))
+    qkv = w.gemm(x, w.merged.rows("q_proj", "v_proj"))
+    beta = w.gemm(x, w.merged.rows("b_proj"))
+    forget = w.gemm(w.gemm(x, w.merged.rows("f_a_proj")), w.second.rows("f_b_proj"))
+    gate = w.gemm(w.gemm(x, w.merged.rows("g_a_proj")), w.second.rows("g_b_proj"))
     return KdaInputs(qkv, forget, beta, gate)
 
 
 def _low_split(w: KdaWeights, x: torch.Tensor) -> KdaInputs:
-    qkv = _kda_gemm(x, w.merged.rows("q_proj", "v_proj"))
-    return _low_tail(w, qkv, _kda_gemm(x, w.merged.rows("f_a_proj", "pad")))
+    qkv = w.gemm(x, w.merged.rows("q_proj", "v_proj"))
+    return _low_tail(w, qkv, w.gemm(x, w.merged.rows("f_a_proj", "pad")))
 
 
 def _low_whole(w: KdaWeights, x: torch.Tensor) -> KdaInputs:
-    out = _kda_gemm(x, w.merged.rows("q_proj", "pad"))
+    out = w.gemm(x, w.merged.rows("q_proj", "pad"))
     qkv, tail = out.split([w.merged.size("q_proj", "v_proj"), w.merged.size("f_a_proj", "pad")], -1)
     return _low_tail(w, qkv, tail)
 
@@ -136,21 +150,19 @@ def _low_tail(w: KdaWeights, qkv: torch.Tensor, tail: torch.Tensor) -> KdaInputs
     beta = tail[:, 2 * rank : 2 * rank + w.merged.size("b_proj")]
     ranks = tail[:, : 2 * rank].unflatten(-1, (2, rank)).transpose(0, 1)
     counters.add("kda.gemm")
-    forget, gate = torch.bmm(ranks, w.second.buffer.unflatten(0, (2, -1)).mT)
+    forget, gate = w.ops.batched_linear(ranks, w.second.buffer.unflatten(0, (2, -1)))
     return KdaInputs(qkv, forget, beta, gate)
 
 
-def _mla_separate(w: MergedWeight, x: torch.Tensor) -> MlaInputs:
-    q_name = w.segments[0].name
-    q, kv = _mla_gemm(x, w.rows(q_name, KV_A)).split([w.size(q_name), w.size(KV_A)], -1)
-    gate = _mla_gemm(x, w.rows("g_proj")) if w.segments[-1].name == "g_proj" else None
+def _mla_separate(w: MlaWeights, x: torch.Tensor) -> MlaInputs:
+    q, kv = w.gemm(x, w.merged.rows(w.q, KV_A)).split([w.merged.size(w.q), w.merged.size(KV_A)], -1)
+    gate = w.gemm(x, w.merged.rows("g_proj")) if w.merged.segments[-1].name == "g_proj" else None
     return MlaInputs(q, kv, gate)
 
 
-def _mla_merged(w: MergedWeight, x: torch.Tensor) -> MlaInputs:
-    q_name = w.segments[0].name
-    sizes = [w.size(name) for name in (q_name, KV_A, "g_proj", "pad")]
-    q, kv, gate, _ = _mla_gemm(x, w.rows(q_name, "pad")).split(sizes, -1)
+def _mla_merged(w: MlaWeights, x: torch.Tensor) -> MlaInputs:
+    sizes = [w.merged.size(name) for name in (w.q, KV_A, "g_proj", "pad")]
+    q, kv, gate, _ = w.gemm(x, w.merged.rows(w.q, "pad")).split(sizes, -1)
     return MlaInputs(q, kv, gate)
 
 
@@ -164,11 +176,11 @@ KDA_LOW_RANK: Mapping[str, Path[KdaWeights, KdaInputs]] = {
     "split": Path("split", 3, _low_split),
     "whole": Path("whole", 2, _low_whole),
 }
-MLA_GATED: Mapping[str, Path[MergedWeight, MlaInputs]] = {
+MLA_GATED: Mapping[str, Path[MlaWeights, MlaInputs]] = {
     "separate": Path("separate", 2, _mla_separate),
     "merged": Path("merged", 1, _mla_merged),
 }
-MLA_PLAIN: Mapping[str, Path[MergedWeight, MlaInputs]] = {"separate": Path("separate", 1, _mla_separate)}
+MLA_PLAIN: Mapping[str, Path[MlaWeights, MlaInputs]] = {"separate": Path("separate", 1, _mla_separate)}
 
 
 def kda_paths(full_rank_gate: bool) -> Mapping[str, Path[KdaWeights, KdaInputs]]:
@@ -176,6 +188,6 @@ def kda_paths(full_rank_gate: bool) -> Mapping[str, Path[KdaWeights, KdaInputs]]
     return KDA_FULL_RANK if full_rank_gate else KDA_LOW_RANK
 
 
-def mla_paths(output_gate: bool) -> Mapping[str, Path[MergedWeight, MlaInputs]]:
+def mla_paths(output_gate: bool) -> Mapping[str, Path[MlaWeights, MlaInputs]]:
     """The MLA paths of a layout, by name. Without an output gate there is nothing to merge beyond QKV-A."""
     return MLA_GATED if output_gate else MLA_PLAIN

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from anabranch.config.model import LayerKind, ModelConfig
+from anabranch.config.verdict import Verdict
 
 KDA_FULL_RANK_GROUPS = {
     "separate": (("q_proj", "k_proj", "v_proj"),),
@@ -24,14 +25,6 @@ class Projection:
     dtype: str
     quantization: str | None = None
     adapter: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """`ok`, and one line why or why not."""
-
-    ok: bool
-    reason: str
 
 
 def merge_verdict(groups: Sequence[Sequence[str]], members: Mapping[str, Projection]) -> Verdict:

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from anabranch.ops.segments import Segments
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
@@ -13,18 +15,13 @@ class Batch:
     """
 
     tokens: torch.Tensor  # int64 [T]
-    lengths: tuple[int, ...]  # [B] new tokens of each sequence, sum T
-    contexts: tuple[int, ...]  # [B] tokens of each sequence already in the cache
+    segments: Segments  # all B sequences
+    prefill: Segments  # those behind the decodes, counted from their first token
     decodes: int
     slots: torch.Tensor  # int64 [B] recurrent-state slot; -1 is no slot
     block_table: torch.Tensor  # int64 [B, max pages]
     rows: torch.Tensor  # int64 [T] latent cache row of each token (page * page size + offset); -1 is none
     wanted: torch.Tensor  # int64 [W] tokens whose logits are computed
-
-    @property
-    def totals(self) -> tuple[int, ...]:
-        """[B] tokens of each sequence once this pass is done."""
-        return tuple(c + n for c, n in zip(self.contexts, self.lengths, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from anabranch.config.model import ModelConfig
-from anabranch.config.parallel import ParallelConfig
+from anabranch.layers.build import Build
 from anabranch.layers.linear import frozen, share
 from anabranch.ops.mxfp4.reference import GROUP, dequantize
 
@@ -14,8 +13,9 @@ from anabranch.ops.mxfp4.reference import GROUP, dequantize
 class _Experts(nn.Module):
     """Local experts `first .. first + count`: whole experts over ep, their inner width over tp / ep."""
 
-    def __init__(self, config: ModelConfig, parallel: ParallelConfig) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
+        config, parallel = build.config, build.parallel
         assert config.moe is not None
         self.count = share(config.moe.experts, parallel.ep_size, "num_experts")
         self.first = parallel.ep_rank * self.count
@@ -53,12 +53,10 @@ class _Experts(nn.Module):
 class PlainExperts(_Experts):
     """gate|up [E, 2*I, W] and down [E, W, I] in the model dtype."""
 
-    def __init__(
-        self, config: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device | str | None
-    ) -> None:
-        super().__init__(config, parallel)
-        self.w13 = frozen(self.count, 2 * self.inner, self.width, dtype=dtype, device=device)
-        self.w2 = frozen(self.count, self.width, self.inner, dtype=dtype, device=device)
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.w13 = frozen(self.count, 2 * self.inner, self.width, dtype=build.dtype, device=build.device)
+        self.w2 = frozen(self.count, self.width, self.inner, dtype=build.dtype, device=build.device)
 
     def gate_up(self, expert: int) -> torch.Tensor:
         return self.w13[expert]
@@ -76,18 +74,16 @@ class PlainExperts(_Experts):
 class Mxfp4Experts(_Experts):
     """The packed checkpoint bytes as they are; an expert is dequantised, exactly, when it is used."""
 
-    def __init__(
-        self, config: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device | str | None
-    ) -> None:
-        super().__init__(config, parallel)
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
         for what, size in (("expert width", self.width), ("local moe_intermediate_size", self.inner)):
             share(size, GROUP, f"MXFP4 {what}")
-        self.dtype = dtype
+        self.dtype = build.dtype
 
         def codes(rows: int, columns: int) -> tuple[nn.Parameter, nn.Parameter]:
             return (
-                frozen(self.count, rows, columns // 2, dtype=torch.uint8, device=device),
-                frozen(self.count, rows, columns // GROUP, dtype=torch.uint8, device=device),
+                frozen(self.count, rows, columns // 2, dtype=torch.uint8, device=build.device),
+                frozen(self.count, rows, columns // GROUP, dtype=torch.uint8, device=build.device),
             )
 
         self.w13_packed, self.w13_scale = codes(2 * self.inner, self.width)

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from anabranch.ops.norm.reference import rms_norm
-from anabranch.parallel.collectives import Collectives
+from anabranch.layers.build import Build
 
 
 def frozen(*shape: int, dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
@@ -23,49 +22,50 @@ def share(total: int, ranks: int, what: str) -> int:
 class Linear(nn.Module):
     """y = x W^T with W [out, in]. No linear of either model has a bias."""
 
-    def __init__(self, in_size: int, out_size: int, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    def __init__(self, build: Build, in_size: int, out_size: int) -> None:
         super().__init__()
-        self.weight = frozen(out_size, in_size, dtype=dtype, device=device)
+        self.ops = build.ops
+        self.weight = frozen(out_size, in_size, dtype=build.dtype, device=build.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
+        return self.ops.linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):
     """RMSNorm over the last dimension with a plain weight (not 1 + w)."""
 
-    def __init__(self, width: int, eps: float, dtype: torch.dtype, device: torch.device | str | None) -> None:
+    def __init__(self, build: Build, width: int, eps: float | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.weight, self.eps = frozen(width, dtype=dtype, device=device), eps
+        self.ops, self.eps = build.ops, build.config.rms_norm_eps if eps is None else eps
+        self.weight = frozen(width, dtype=dtype or build.dtype, device=build.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.ops.rms_norm(x, self.weight, self.eps)
 
 
 class _VocabShard(nn.Module):
-    """Rows `first .. first + local` of a [vocab, hidden] table; the last ranks may hold padding rows."""
+    """Rows `first .. first + local` of a [vocab, hidden] table over attention-TP; the last ranks may hold padding."""
 
-    def __init__(
-        self, vocab: int, hidden: int, ranks: int, rank: int, dtype: torch.dtype, device: torch.device | str | None
-    ) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
-        self.vocab, self.local = vocab, -(-vocab // ranks)
-        self.first = rank * self.local
-        self.weight = frozen(self.local, hidden, dtype=dtype, device=device)
+        self.vocab, self.comm, self.ops = build.config.vocab_size, build.comm, build.ops
+        self.local = -(-self.vocab // build.parallel.attn_tp_size)
+        self.first = build.parallel.attn_tp_rank * self.local
+        self.weight = frozen(self.local, build.config.hidden_size, dtype=build.dtype, device=build.device)
 
 
 class VocabEmbedding(_VocabShard):
-    """Token embedding, rows sharded over the attention-TP group: masked look-up and sum."""
+    """Token embedding: masked look-up and sum."""
 
-    def forward(self, tokens: torch.Tensor, comm: Collectives) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         local = tokens - self.first
         inside = (local >= 0) & (local < self.local)
         rows = F.embedding(local.clamp(0, self.local - 1), self.weight)
-        return comm.all_reduce(torch.where(inside[:, None], rows, 0), "attn_tp")
+        return self.comm.all_reduce(torch.where(inside[:, None], rows, 0), "attn_tp")
 
 
 class VocabHead(_VocabShard):
-    """lm_head, rows sharded over the attention-TP group: fp32 logits [W, vocab] on every rank."""
+    """lm_head: fp32 logits [W, vocab] on every rank."""
 
-    def forward(self, hidden: torch.Tensor, comm: Collectives) -> torch.Tensor:
-        return comm.all_gather(F.linear(hidden, self.weight), "attn_tp")[:, : self.vocab].float()
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.comm.all_gather(self.ops.linear(hidden, self.weight), "attn_tp")[:, : self.vocab].float()

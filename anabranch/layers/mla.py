@@ -2,48 +2,35 @@
 
 import torch
 
-from anabranch.config.model import ModelConfig
-from anabranch.config.parallel import ParallelConfig
 from anabranch.fusion.buffer import PAD_ROWS, MergedOwner, MergedWeight, Segment
-from anabranch.fusion.plan import FusionPlan
-from anabranch.fusion.prologue import KV_A, Prologue, mla_paths
+from anabranch.fusion.prologue import KV_A, MlaWeights, Prologue, mla_paths
 from anabranch.layers.batch import Batch, LatentPages
+from anabranch.layers.build import Build
 from anabranch.layers.linear import Linear, RMSNorm, share
-from anabranch.ops.gate.reference import sigmoid_gate
-from anabranch.ops.mla.reference import mla_decode, mla_prefill
-from anabranch.parallel.collectives import Collectives
 
 
 class MlaLayer(MergedOwner):
     """MLA over the local heads of one attention-TP rank (model_spec section 5). The latent cache is replicated."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        parallel: ParallelConfig,
-        plan: FusionPlan,
-        comm: Collectives,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-    ) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
-        mla = config.mla
-        self.config, self.comm = mla, comm
-        self.heads = share(mla.heads, parallel.attn_tp_size, "MLA heads (num_attention_heads)")
+        mla, hidden, dtype, device = build.config.mla, build.config.hidden_size, build.dtype, build.device
+        self.config, self.ops, self.comm = mla, build.ops, build.comm
+        self.heads = share(mla.heads, build.parallel.attn_tp_size, "MLA heads (num_attention_heads)")
         query = self.heads * mla.qk_dim
         q = Segment("q_a_proj", mla.q_lora_rank) if mla.q_lora_rank else Segment("q_proj", query)
         segments = [q, Segment(KV_A, mla.latent_dim)]
         if mla.output_gate:
             segments.append(Segment("g_proj", self.heads * mla.v_dim))
-        self.in_proj = MergedWeight(segments, (config.hidden_size,), pad_to=PAD_ROWS, dtype=dtype, device=device)
+        self.in_proj = MergedWeight(segments, (hidden,), pad_to=PAD_ROWS, dtype=dtype, device=device)
         if mla.q_lora_rank:
-            self.q_a_layernorm = RMSNorm(mla.q_lora_rank, mla.norm_eps, dtype, device)
-            self.q_b_proj = Linear(mla.q_lora_rank, query, dtype, device)
-        self.kv_a_layernorm = RMSNorm(mla.kv_lora_rank, mla.norm_eps, dtype, device)
-        self.kv_b_proj = Linear(mla.kv_lora_rank, self.heads * (mla.nope_dim + mla.v_dim), dtype, device)
-        self.o_proj = Linear(self.heads * mla.v_dim, config.hidden_size, dtype, device)
-        path = mla_paths(mla.output_gate)[plan.mla.path]
-        self.prologue = Prologue("mla", self.in_proj, lambda rows: path)
+            self.q_a_layernorm = RMSNorm(build, mla.q_lora_rank, mla.norm_eps)
+            self.q_b_proj = Linear(build, mla.q_lora_rank, query)
+        self.kv_a_layernorm = RMSNorm(build, mla.kv_lora_rank, mla.norm_eps)
+        self.kv_b_proj = Linear(build, mla.kv_lora_rank, self.heads * (mla.nope_dim + mla.v_dim))
+        self.o_proj = Linear(build, self.heads * mla.v_dim, hidden)
+        path = mla_paths(mla.output_gate)[build.plan.mla.path]
+        self.prologue = Prologue("mla", MlaWeights(self.in_proj, build.ops), lambda rows: path)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: LatentPages) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden], complete over the attention-TP group."""
@@ -52,7 +39,7 @@ class MlaLayer(MergedOwner):
         self._write(inputs.kv, batch, cache.pages)
         o = self._attend(q.unflatten(-1, (self.heads, self.config.qk_dim)), batch, cache.pages)
         if inputs.gate is not None:
-            o = sigmoid_gate(o, inputs.gate)
+            o = self.ops.sigmoid_gate(o, inputs.gate)
         return self.comm.all_reduce(self.o_proj(o), "attn_tp")
 
     def _write(self, kv: torch.Tensor, batch: Batch, pages: torch.Tensor) -> None:
@@ -67,7 +54,7 @@ class MlaLayer(MergedOwner):
         n, kv_b = batch.decodes, self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
         parts = []
         if n:
-            parts.append(mla_decode(q[:n], batch.totals[:n], batch.block_table[:n], pages, kv_b))
-        if n < len(batch.lengths):
-            parts.append(mla_prefill(q[n:], batch.lengths[n:], batch.totals[n:], batch.block_table[n:], pages, kv_b))
+            parts.append(self.ops.mla_decode(q[:n], batch.segments.ends[:n], batch.block_table[:n], pages, kv_b))
+        if batch.prefill:
+            parts.append(self.ops.mla_prefill(q[n:], batch.prefill, batch.block_table[n:], pages, kv_b))
         return torch.cat(parts)

@@ -1,6 +1,6 @@
 """Kimi-Linear and the Kimi-K3 text backbone: one causal language model, assembled from layers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -8,15 +8,16 @@ from torch import nn
 from anabranch.config.fusion import FusionConfig
 from anabranch.config.model import ModelConfig
 from anabranch.config.parallel import ParallelConfig
-from anabranch.fusion.plan import FusionPlan, make_plan
+from anabranch.fusion.plan import make_plan
 from anabranch.layers.batch import Batch, LayerCache
+from anabranch.layers.build import Build
 from anabranch.layers.kda import KdaLayer
 from anabranch.layers.linear import Linear, RMSNorm, VocabEmbedding, VocabHead
 from anabranch.layers.mla import MlaLayer
 from anabranch.layers.mlp import DenseFfn
 from anabranch.layers.moe import MoeFfn
 from anabranch.layers.residual import Stream
-from anabranch.ops.attn_residual.reference import residual_read
+from anabranch.ops.registry import select
 from anabranch.parallel.collectives import Collectives, SingleRank
 from anabranch.parallel.layout import stage_layers
 
@@ -24,26 +25,15 @@ from anabranch.parallel.layout import stage_layers
 class DecoderLayer(nn.Module):
     """h + Attn(norm h), then h + FFN(norm h)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        parallel: ParallelConfig,
-        plan: FusionPlan,
-        comm: Collectives,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-    ) -> None:
+    def __init__(self, build: Build, index: int) -> None:
         super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        attention = KdaLayer if config.layer_kinds[index] == "kda" else MlaLayer
-        self.input_layernorm = RMSNorm(hidden, eps, dtype, device)
-        self.self_attn = attention(config, parallel, plan, comm, dtype, device)
-        self.post_attention_layernorm = RMSNorm(hidden, eps, dtype, device)
+        config = build.config
+        self.input_layernorm = RMSNorm(build, config.hidden_size)
+        self.self_attn = (KdaLayer if config.layer_kinds[index] == "kda" else MlaLayer)(build)
+        self.post_attention_layernorm = RMSNorm(build, config.hidden_size)
         # checkpoints name the FFN after its kind
         self.ffn_name = "block_sparse_moe" if config.moe_layers[index] else "mlp"
-        ffn = MoeFfn if config.moe_layers[index] else DenseFfn
-        self.add_module(self.ffn_name, ffn(config, parallel, comm, dtype, device))
+        self.add_module(self.ffn_name, (MoeFfn if config.moe_layers[index] else DenseFfn)(build))
 
     def forward(self, stream: Stream, batch: Batch, cache: LayerCache) -> None:
         """Adds this layer's two updates to the stream."""
@@ -62,72 +52,58 @@ class DecoderLayer(nn.Module):
 class BlockResidualLayer(DecoderLayer):
     """A decoder layer that reads a learned mixture of the banked sums; every block starts by banking the sum."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        index: int,
-        parallel: ParallelConfig,
-        plan: FusionPlan,
-        comm: Collectives,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__(config, index, parallel, plan, comm, dtype, device)
+    def __init__(self, build: Build, index: int) -> None:
+        super().__init__(build, index)
+        config = build.config
         assert config.attn_res_block is not None
-        hidden, self.eps = config.hidden_size, config.rms_norm_eps
+        self.ops, self.eps = build.ops, config.rms_norm_eps
         self.starts_block = index % config.attn_res_block == 0
-        self.self_attention_res_norm = RMSNorm(hidden, self.eps, dtype, device)
-        self.self_attention_res_proj = Linear(hidden, 1, dtype, device)
-        self.mlp_res_norm = RMSNorm(hidden, self.eps, dtype, device)
-        self.mlp_res_proj = Linear(hidden, 1, dtype, device)
+        self.self_attention_res_norm = RMSNorm(build, config.hidden_size)
+        self.self_attention_res_proj = Linear(build, config.hidden_size, 1)
+        self.mlp_res_norm = RMSNorm(build, config.hidden_size)
+        self.mlp_res_proj = Linear(build, config.hidden_size, 1)
 
     def read_for_attention(self, stream: Stream) -> torch.Tensor:
         norm, score = self.self_attention_res_norm.weight, self.self_attention_res_proj.weight
-        x = residual_read(stream.sum, stream.bank, norm, score, self.eps)
+        x = self.ops.residual_read(stream.sum, stream.bank, norm, score, self.eps)
         if self.starts_block:  # after the read: the sum takes part in it as the newest source
             stream.freeze()
         return x
 
     def read_for_ffn(self, stream: Stream) -> torch.Tensor:
-        return residual_read(stream.sum, stream.bank, self.mlp_res_norm.weight, self.mlp_res_proj.weight, self.eps)
+        return self.ops.residual_read(
+            stream.sum, stream.bank, self.mlp_res_norm.weight, self.mlp_res_proj.weight, self.eps
+        )
 
 
 class KimiModel(nn.Module):
     """Embedding, this stage's decoder layers, final norm."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        parallel: ParallelConfig,
-        plan: FusionPlan,
-        comm: Collectives,
-        dtype: torch.dtype,
-        device: torch.device | str | None,
-    ) -> None:
+    def __init__(self, build: Build) -> None:
         super().__init__()
-        self.comm, self.eps, hidden = comm, config.rms_norm_eps, config.hidden_size
+        config, parallel = build.config, build.parallel
+        self.ops, self.eps, hidden = build.ops, config.rms_norm_eps, config.hidden_size
         self.stage = stage_layers(config.layers, parallel.pp_size, parallel.pp_rank)
         self.reads_bank = config.attn_res_block is not None
         if self.stage.start == 0:
-            ranks, rank = parallel.attn_tp_size, parallel.attn_tp_rank
-            self.embed_tokens = VocabEmbedding(config.vocab_size, hidden, ranks, rank, dtype, device)
+            self.embed_tokens = VocabEmbedding(build)
         layer = BlockResidualLayer if self.reads_bank else DecoderLayer
-        self.layers = nn.ModuleDict({str(i): layer(config, i, parallel, plan, comm, dtype, device) for i in self.stage})
+        self.layers = nn.ModuleDict({str(i): layer(build, i) for i in self.stage})
         if self.stage.stop == config.layers:
             if self.reads_bank:
-                self.output_attn_res_norm = RMSNorm(hidden, self.eps, dtype, device)
-                self.output_attn_res_proj = Linear(hidden, 1, dtype, device)
-            self.norm = RMSNorm(hidden, self.eps, dtype, device)
+                self.output_attn_res_norm = RMSNorm(build, hidden)
+                self.output_attn_res_proj = Linear(build, hidden, 1)
+            self.norm = RMSNorm(build, hidden)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """Final hidden states of `batch.wanted`: [W, hidden]."""
-        stream = Stream(self.embed_tokens(batch.tokens, self.comm))
+        stream = Stream(self.embed_tokens(batch.tokens))
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             layer(stream, batch, cache)
         hidden = stream.sum[batch.wanted]
         if self.reads_bank:
             norm, score = self.output_attn_res_norm.weight, self.output_attn_res_proj.weight
-            hidden = residual_read(hidden, [row[batch.wanted] for row in stream.bank], norm, score, self.eps)
+            hidden = self.ops.residual_read(hidden, [row[batch.wanted] for row in stream.bank], norm, score, self.eps)
         return self.norm(hidden)
 
 
@@ -142,8 +118,11 @@ class KimiForCausalLM(nn.Module):
         dtype: model dtype (norm statistics, states, gates and router scores are fp32 regardless).
         device: where parameters are allocated, uninitialised; "meta" allocates nothing.
 
+        deterministic: use batch-invariant operations only.
+        ops: implementation wishes, operation name -> implementation name.
+
     Raises:
-        ValueError: a size does not divide over the ranks, or an explicit fusion path is refused.
+        ValueError: a size does not divide over the ranks, or an explicit fusion path or operation is refused.
     """
 
     def __init__(
@@ -155,16 +134,27 @@ class KimiForCausalLM(nn.Module):
         comm: Collectives | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        deterministic: bool = False,
+        ops: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        parallel, comm = parallel or ParallelConfig(), comm or SingleRank()
-        self.config, self.parallel, self.comm, self.dtype = config, parallel, comm, dtype
+        self.config, self.parallel, self.dtype = config, parallel or ParallelConfig(), dtype
         self.plan = make_plan(config, fusion or FusionConfig(), str(dtype).removeprefix("torch."))
-        self.model = KimiModel(config, parallel, self.plan, comm, dtype, device)
+        self.selection = select(config, torch.device(device or "cpu"), deterministic=deterministic, wishes=ops)
+        self.ops, self.deterministic = self.selection.ops, deterministic
+        build = Build(
+            config=config,
+            parallel=self.parallel,
+            plan=self.plan,
+            ops=self.ops,
+            comm=comm or SingleRank(),
+            dtype=dtype,
+            device=device,
+        )
+        self.model = KimiModel(build)
         if self.model.stage.stop == config.layers:
-            ranks, rank = parallel.attn_tp_size, parallel.attn_tp_rank
-            self.lm_head = VocabHead(config.vocab_size, config.hidden_size, ranks, rank, dtype, device)
+            self.lm_head = VocabHead(build)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
         """fp32 logits [W, vocab] of `batch.wanted`; caches (one a layer) are updated in place."""
-        return self.lm_head(self.model(batch, caches), self.comm)
+        return self.lm_head(self.model(batch, caches))

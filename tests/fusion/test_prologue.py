@@ -12,9 +12,11 @@ from anabranch.fusion import counters
 from anabranch.fusion.buffer import MergedWeight
 from anabranch.fusion.plan import make_plan
 from anabranch.fusion.prologue import EQUALITY, kda_paths, mla_paths
+from anabranch.layers.build import Build
 from anabranch.layers.kda import KdaLayer
 from anabranch.layers.mla import MlaLayer
 from anabranch.models.weights import RULES, rank_of, shard
+from anabranch.ops.registry import select
 from anabranch.parallel.collectives import SingleRank
 from anabranch.parallel.layout import Layout
 
@@ -24,9 +26,20 @@ LOW = kimi_linear_tiny(kda_heads=24, heads=24)
 LOW_LORA = kimi_linear_tiny(kda_heads=24, heads=24, q_lora=40)
 
 
-def layer(kind, config: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, **fusion):
-    plan = make_plan(config, FusionConfig(**fusion), "float32")
-    return kind(config, parallel, plan, SingleRank(), dtype, None)
+def build(config: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype, device=None) -> Build:
+    return Build(
+        config=config,
+        parallel=parallel,
+        plan=make_plan(config, FusionConfig(), "float32"),
+        ops=select(config, torch.device("cpu")).ops,
+        comm=SingleRank(),
+        dtype=dtype,
+        device=device,
+    )
+
+
+def layer(kind, config: ModelConfig, parallel: ParallelConfig, dtype: torch.dtype):
+    return kind(build(config, parallel, dtype))
 
 
 def fill(module: torch.nn.Module) -> None:
@@ -156,10 +169,8 @@ def test_in_place_weight_updates_are_seen_by_every_path():
 
 
 def shapes(config: ModelConfig, layout: Layout) -> tuple[MergedWeight, MergedWeight]:
-    plan = make_plan(config, FusionConfig(), "bfloat16")
-    place = layout.rank(layout.world - 1)
-    kda = KdaLayer(config, place, plan, SingleRank(), torch.bfloat16, "meta")
-    return kda.in_proj, MlaLayer(config, place, plan, SingleRank(), torch.bfloat16, "meta").in_proj
+    on_meta = build(config, layout.rank(layout.world - 1), torch.bfloat16, "meta")
+    return KdaLayer(on_meta).in_proj, MlaLayer(on_meta).in_proj
 
 
 @pytest.mark.parametrize(
@@ -183,8 +194,7 @@ def test_k3_rows_at_every_layout(real_k3, layout, qkvg, whole, bfa, mla):
 
 def test_one_layer_at_true_k3_tp8_width(real_k3):
     """6144 + 144 rows, K = 7168, bf16: the real GEMM shapes once, against the separate ones."""
-    plan = make_plan(real_k3, FusionConfig(), "bfloat16")
-    kda = KdaLayer(real_k3, Layout(tp=8).rank(3), plan, SingleRank(), torch.bfloat16, None)
+    kda = layer(KdaLayer, real_k3, Layout(tp=8).rank(3), torch.bfloat16)
     torch.manual_seed(0)
     kda.in_proj.buffer[: kda.in_proj.used_rows].normal_(std=7168**-0.5)
     kda.second.buffer.normal_(std=128**-0.5)

@@ -17,6 +17,7 @@ from anabranch.config.model import (
 from anabranch.engine.cache import PAGE, Cache, CacheShape
 from anabranch.layers.batch import Batch
 from anabranch.models.kimi import KimiForCausalLM
+from anabranch.ops.segments import Segments
 
 
 def model_config(c: ref_tiny.Cfg, **changes) -> ModelConfig:
@@ -105,10 +106,12 @@ class Session:
             tokens += list(ids)
             rows += [table[p // PAGE] * PAGE + p % PAGE for p in range(context, context + len(ids))]
         widest = max(len(self.tables[s]) for s, _ in segments)
+        lengths = [len(ids) for _, ids in segments]
+        totals = [self.contexts[s] + len(ids) for s, ids in segments]
         batch = Batch(
             tokens=torch.tensor(tokens),
-            lengths=tuple(len(ids) for _, ids in segments),
-            contexts=tuple(self.contexts[s] for s, _ in segments),
+            segments=Segments.of(lengths, totals),
+            prefill=Segments.of(lengths[decodes:], totals[decodes:]),
             decodes=decodes,
             slots=torch.tensor([s for s, _ in segments]),
             block_table=torch.tensor([self.tables[s] + [0] * (widest - len(self.tables[s])) for s, _ in segments]),

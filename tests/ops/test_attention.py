@@ -11,6 +11,7 @@ from anabranch.ops.gate.reference import sigmoid_gate
 from anabranch.ops.mla import reference as mla
 from anabranch.ops.mla.spec import MLA_PREFILL
 from anabranch.ops.norm.reference import gated_rms_norm, rms_norm
+from anabranch.ops.segments import Segments
 
 H, NOPE, ROPE, V, RANK, PAGE = 3, 6, 2, 5, 8, 4
 
@@ -43,17 +44,17 @@ def test_explicit_and_absorbed_equal_plain_attention(context, new, monkeypatch):
     rows, kv_b, pages, table = setup(context + new)
     q = torch.randn(new, H, NOPE + ROPE)
     want = plain(q, rows, kv_b)
-    got = mla.mla_prefill(q, [new], [context + new], table[None], pages, kv_b)
+    got = mla.mla_prefill(q, Segments.of([new], [context + new]), table[None], pages, kv_b)
     MLA_PREFILL.equality.check(got, want)
     for i in range(new):
-        absorbed = mla.mla_decode(q[i : i + 1], [context + i + 1], table[None], pages, kv_b)
+        absorbed = mla.mla_decode(q[i : i + 1], torch.tensor([context + i + 1]), table[None], pages, kv_b)
         torch.testing.assert_close(absorbed, want[i : i + 1], rtol=1e-4, atol=1e-5)
 
 
 def test_decode_of_an_empty_slot_is_zero():
     _, kv_b, pages, table = setup(6)
     q = torch.randn(2, H, NOPE + ROPE)
-    o = mla.mla_decode(q, [6, 0], torch.stack([table, table * 0]), pages, kv_b)
+    o = mla.mla_decode(q, torch.tensor([6, 0]), torch.stack([table, table * 0]), pages, kv_b)
     assert torch.equal(o[1], torch.zeros(H * V))
     assert o.isfinite().all()
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from anabranch.ops.conv.reference import conv
 from anabranch.ops.conv.spec import CONV
+from anabranch.ops.segments import Segments
 
 C, K = 6, 4
 
@@ -21,7 +22,7 @@ def whole(u: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_equals_conv1d():
     u, w = torch.randn(11, C), torch.randn(C, K)
     pool = torch.zeros(2, K - 1, C)
-    CONV.equality.check(conv(u, [11], torch.tensor([1]), pool, w), whole(u, w))
+    CONV.equality.check(conv(u, Segments.of([11]), torch.tensor([1]), pool, w), whole(u, w))
     assert torch.equal(pool[1], u[-3:])
     assert not pool[0].any()
 
@@ -31,8 +32,8 @@ def test_a_short_segment_keeps_older_history(length):
     u, w = torch.randn(5 + length, C), torch.randn(C, K)
     pool = torch.zeros(1, K - 1, C)
     slot = torch.tensor([0])
-    conv(u[:5], [5], slot, pool, w)
-    conv(u[5:], [length], slot, pool, w)
+    conv(u[:5], Segments.of([5]), slot, pool, w)
+    conv(u[5:], Segments.of([length]), slot, pool, w)
     assert torch.equal(pool[0], u[-3:])
 
 
@@ -40,7 +41,7 @@ def test_a_short_segment_keeps_older_history(length):
 def test_a_short_first_segment_keeps_zeros_before_it(length):
     u, w = torch.randn(length, C), torch.randn(C, K)
     pool = torch.zeros(1, K - 1, C)
-    conv(u, [length], torch.tensor([0]), pool, w)
+    conv(u, Segments.of([length]), torch.tensor([0]), pool, w)
     assert not pool[0, : 3 - length].any()
     assert torch.equal(pool[0, 3 - length :], u)
 
@@ -65,7 +66,7 @@ def test_any_split_of_a_ragged_batch_equals_the_whole(plan, order):
         lengths = [plan[s][step] for s in active]
         starts = [sum(plan[s][:step]) for s in active]
         x = torch.cat([inputs[s][a : a + n] for s, a, n in zip(active, starts, lengths, strict=True)])
-        y = conv(x, lengths, torch.tensor([slots[s] for s in active]), pool, w)
+        y = conv(x, Segments.of(lengths), torch.tensor([slots[s] for s in active]), pool, w)
         for s, part in zip(active, y.split(lengths), strict=True):
             got[s].append(part)
     for s, u in enumerate(inputs):
@@ -78,7 +79,7 @@ def test_no_slot_is_zero_and_touches_nothing():
     u[2:4] = float("nan")
     pool = torch.randn(3, K - 1, C)
     before = pool.clone()
-    y = conv(u, [2, 2, 2], torch.tensor([0, -1, 2]), pool, w)
+    y = conv(u, Segments.of([2, 2, 2]), torch.tensor([0, -1, 2]), pool, w)
     assert torch.equal(y[2:4], torch.zeros(2, C))
     assert y.isfinite().all()
     assert torch.equal(pool[1], before[1])
@@ -89,6 +90,6 @@ def test_strided_rows_in_bf16():
     wide = torch.randn(9, 2 * C).bfloat16()
     w = torch.randn(C, K)
     pool = torch.zeros(1, K - 1, C, dtype=torch.bfloat16)
-    y = conv(wide[:, C:], [9], torch.tensor([0]), pool, w)
+    y = conv(wide[:, C:], Segments.of([9]), torch.tensor([0]), pool, w)
     assert y.dtype == torch.bfloat16
     CONV.equality.check(y, whole(wide[:, C:].float(), w).bfloat16())

@@ -10,6 +10,7 @@ from anabranch.ops.kda_gate.reference import log_decay
 from anabranch.ops.kda_prefill.reference import kda_prefill
 from anabranch.ops.kda_prefill.spec import KDA_PREFILL
 from anabranch.ops.norm.reference import l2_norm
+from anabranch.ops.segments import Segments
 
 H, D = 3, 16
 
@@ -34,7 +35,7 @@ def test_chunk_form_equals_the_definition(n, fresh):
     if not fresh:
         state[1] = torch.randn(H, D, D)
     want, final = definition(*x, state[1].clone())
-    got = kda_prefill(*x, [n], torch.tensor([1]), state)
+    got = kda_prefill(*x, Segments.of([n]), torch.tensor([1]), state)
     KDA_PREFILL.equality.check(got, want, "o")
     KDA_PREFILL.equality.check(state[1], final, "state")
     assert not state[0].any()
@@ -57,7 +58,7 @@ def test_state_is_value_first():
     for form in ("prefill", "decode"):
         state = torch.zeros(1, H, D, D)
         if form == "prefill":
-            kda_prefill(q, k, v, g, beta, [1], torch.tensor([0]), state)
+            kda_prefill(q, k, v, g, beta, Segments.of([1]), torch.tensor([0]), state)
         else:
             kda_decode(q, k, v, g, beta, torch.tensor([0]), state)
         assert (state[0, :, 1, 0] == 1).all(), form
@@ -70,7 +71,7 @@ def test_extreme_decays_never_overflow(scale):
     x = tokens(130, g_scale=scale)
     state = torch.zeros(1, H, D, D)
     want, final = definition(*x, state[0].clone())
-    got = kda_prefill(*x, [130], torch.tensor([0]), state)
+    got = kda_prefill(*x, Segments.of([130]), torch.tensor([0]), state)
     assert got.isfinite().all()
     KDA_PREFILL.equality.check(got, want)
     KDA_PREFILL.equality.check(state[0], final)
@@ -83,7 +84,7 @@ def test_similar_keys_stay_accurate():
     x = (q, k, v, g * 0.01, torch.full_like(beta, 0.95))
     state = torch.zeros(1, H, D, D)
     want, final = definition(*x, state[0].clone())
-    KDA_PREFILL.equality.check(kda_prefill(*x, [64], torch.tensor([0]), state), want)
+    KDA_PREFILL.equality.check(kda_prefill(*x, Segments.of([64]), torch.tensor([0]), state), want)
     KDA_PREFILL.equality.check(state[0], final)
 
 
@@ -93,13 +94,13 @@ def test_ragged_batch_and_no_slot():
     lengths, slots = [10, 3, 37], torch.tensor([2, -1, 0])
     state = torch.randn(3, H, D, D)
     before = state.clone()
-    got = kda_prefill(q, k, v, g, beta, lengths, slots, state)
+    got = kda_prefill(q, k, v, g, beta, Segments.of(lengths), slots, state)
     assert torch.equal(got[10:13], torch.zeros(3, H, D))
     assert torch.equal(state[1], before[1])
     for part, slot in ((slice(0, 10), 2), (slice(13, 50), 0)):
         alone = before[slot : slot + 1].clone()
         n = part.stop - part.start
-        want = kda_prefill(q[part], k[part], v[part], g[part], beta[part], [n], torch.tensor([0]), alone)
+        want = kda_prefill(q[part], k[part], v[part], g[part], beta[part], Segments.of([n]), torch.tensor([0]), alone)
         assert torch.equal(got[part], want)
         assert torch.equal(state[slot], alone[0])
 

@@ -1,17 +1,26 @@
 """The residual read in plain PyTorch. See spec.py for shapes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from anabranch.ops.arithmetic import row_sum
+
 
 def residual_read(
-    prefix: torch.Tensor, bank: Sequence[torch.Tensor], norm: torch.Tensor, score: torch.Tensor, eps: float
+    prefix: torch.Tensor,
+    bank: Sequence[torch.Tensor],
+    norm: torch.Tensor,
+    score: torch.Tensor,
+    eps: float,
+    total: Callable[[torch.Tensor], torch.Tensor] = row_sum,
 ) -> torch.Tensor:
     """sum_j softmax_j(score . RMS(row_j)) * row_j over the banked rows and the prefix."""
     if not bank:
         return prefix
     rows = torch.stack([*bank, prefix], 1).float()
     direction = norm.float() * score.float().flatten()
-    logits = (rows * direction).sum(-1) * torch.rsqrt(rows.square().mean(-1) + eps)
-    return torch.einsum("tn,tnw->tw", torch.softmax(logits, -1), rows).to(prefix.dtype)
+    logits = total(rows * direction) * torch.rsqrt(total(rows.square()) / rows.shape[-1] + eps)
+    raised = torch.exp(logits - logits.amax(-1, keepdim=True))
+    p = raised / total(raised).unsqueeze(-1)
+    return total((p.unsqueeze(-1) * rows).transpose(1, 2)).to(prefix.dtype)

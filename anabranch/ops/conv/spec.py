@@ -6,7 +6,7 @@ CONV = OpSpec(
     name="conv",
     inputs={
         "x": "model dtype [T, C], unit inner stride, any row stride: raw projection rows",
-        "lengths": "B host integers that sum to T",
+        "segments": "Segments: B segments that make up the T tokens",
         "slots": "int64 [B]; -1 is no slot: state neither read nor written, output zero",
         "pool": "model dtype [slots, K-1, C]: the last raw rows, row 0 oldest; updated in place",
         "weight": "fp32 [C, K]; tap K-1 multiplies the current token",

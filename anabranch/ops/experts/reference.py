@@ -1,5 +1,6 @@
 """Routed experts in plain PyTorch: one pair of GEMMs for each expert that some token chose. See spec.py for shapes."""
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -25,7 +26,12 @@ class ExpertBank(Protocol):
 
 
 def routed_experts(
-    x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: ExpertBank, activation: ActivationConfig
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    bank: ExpertBank,
+    activation: ActivationConfig,
+    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
 ) -> torch.Tensor:
     """sum_e weights_e * down_e(glu(gate_up_e x)) over the local experts."""
     y = torch.zeros_like(x).float()
@@ -33,7 +39,7 @@ def routed_experts(
     chosen = torch.bincount(local[(local >= 0) & (local < bank.count)], minlength=bank.count)
     for expert in chosen.nonzero().flatten().tolist():
         tokens, choice = (local == expert).nonzero(as_tuple=True)
-        hidden = glu(F.linear(x[tokens], bank.gate_up(expert)), activation)
-        out = F.linear(hidden, bank.down(expert)).float()
+        hidden = glu(linear(x[tokens], bank.gate_up(expert)), activation)
+        out = linear(hidden, bank.down(expert)).float()
         y = y.index_add(0, tokens, out * weights[tokens, choice, None])
     return y

@@ -2,7 +2,9 @@
 
 import torch
 
+from anabranch.ops.arithmetic import sigmoid
+
 
 def sigmoid_gate(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(g), rounding twice as the pair of torch operations does."""
-    return x * torch.sigmoid(g)
+    return x * sigmoid(g)

@@ -1,7 +1,8 @@
 """The decay gate in plain PyTorch. See spec.py for shapes."""
 
 import torch
-import torch.nn.functional as F
+
+from anabranch.ops.arithmetic import sigmoid, softplus
 
 
 def log_decay(
@@ -12,5 +13,5 @@ def log_decay(
     zeta = forget.float() + dt_bias.view(heads, dim)
     rate = a_log.exp().view(heads, 1)
     if lower_bound is None:
-        return -rate * F.softplus(zeta, beta=1.0, threshold=20.0)
-    return lower_bound * torch.sigmoid(rate * zeta)
+        return -rate * softplus(zeta)
+    return lower_bound * sigmoid(rate * zeta)

@@ -5,10 +5,10 @@ A_ij = beta_i <k_i, k_j E_ij> (j < i), R_ij = <q_i, k_j E_ij> / sqrt(D) (j <= i)
 u = T (V - (K exp G) S^T), O = (Q exp G) S^T / sqrt(D) + R u, S <- S exp(G_last) + u^T (K exp(G_last - G)).
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
+
+from anabranch.ops.segments import Segments
 
 CHUNK = 16  # pairwise exponents cost chunk * D values a token; any chunk length gives the same map
 BLOCK = 64  # chunks worked on at once, which bounds the memory of a long prompt
@@ -20,13 +20,13 @@ def kda_prefill(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    lengths: Sequence[int],
+    segments: Segments,
     slots: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
     """Outputs of every token; each slot's state continues from the pool and is written back."""
     o, end = torch.zeros_like(v), 0
-    for length, slot in zip(lengths, slots.tolist(), strict=True):
+    for length, slot in zip(segments.lengths, slots.tolist(), strict=True):
         part, end = slice(end, end + length), end + length
         if slot >= 0:
             out, final = _segment(q[part], k[part], v[part], g[part], beta[part], state[slot].float())
@@ -57,9 +57,8 @@ def _block(
     E = torch.where(causal[..., None], G.unsqueeze(-2) - G.unsqueeze(-3), -torch.inf).exp()
     A = torch.einsum("nhid,nhjd,nhijd->nhij", k, k, E).tril(-1) * beta
     R = torch.einsum("nhid,nhjd,nhijd->nhij", q, k, E)
-    T = torch.linalg.solve_triangular(
-        A + torch.eye(CHUNK, dtype=A.dtype, device=A.device), torch.diag_embed(beta.squeeze(-1)), upper=False, unitriangular=True
-    )
+    # the diagonal of ones is implied: forward substitution, never an expansion of the inverse
+    T = torch.linalg.solve_triangular(A, torch.diag_embed(beta.squeeze(-1)), upper=False, unitriangular=True)
     u_own, w = T @ v, T @ (k * G.exp())
     q_in, last = q * G.exp(), G[:, :, -1:]
     k_out, keep = k * (last - G).exp(), last.exp()

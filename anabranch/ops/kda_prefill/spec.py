@@ -9,7 +9,7 @@ KDA_PREFILL = OpSpec(
         "v": "model dtype [T, H, D]",
         "g": "fp32 [T, H, D] log decay, <= 0",
         "beta": "fp32 [T, H] in (0, 1)",
-        "lengths": "B host integers that sum to T",
+        "segments": "Segments: B segments that make up the T tokens",
         "slots": "int64 [B]; -1 is no slot: state neither read nor written, output zero",
         "state": "fp32 or bf16 [slots, H, D(value), D(key)], V-first; initial state in, final state out",
     },

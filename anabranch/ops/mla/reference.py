@@ -1,8 +1,8 @@
 """Latent attention in plain PyTorch. See spec.py for shapes."""
 
-from collections.abc import Sequence
-
 import torch
+
+from anabranch.ops.segments import Segments
 
 QUERY_BLOCK = 256  # bounds the score matrix of a long prompt
 
@@ -16,8 +16,7 @@ def cached_rows(pages: torch.Tensor, block_table: torch.Tensor, length: int) -> 
 
 def mla_prefill(
     q: torch.Tensor,
-    queries: Sequence[int],
-    lengths: Sequence[int],
+    segments: Segments,
     block_table: torch.Tensor,
     pages: torch.Tensor,
     kv_b: torch.Tensor,
@@ -26,7 +25,7 @@ def mla_prefill(
     rank = kv_b.shape[-1]
     value_dim = q.shape[-1] - (pages.shape[-1] - rank)
     outputs = []
-    for query, length, table in zip(q.split(list(queries)), lengths, block_table, strict=True):
+    for query, length, table in zip(q.split(list(segments.lengths)), segments.totals, block_table, strict=True):
         rows = cached_rows(pages, table, length)
         expanded = torch.einsum("mr,hdr->hmd", rows[:, :rank], kv_b)
         shared = rows[:, rank:].expand(kv_b.shape[0], -1, -1)
@@ -52,7 +51,7 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def mla_decode(
     q: torch.Tensor,
-    lengths: Sequence[int],
+    totals: torch.Tensor,
     block_table: torch.Tensor,
     pages: torch.Tensor,
     kv_b: torch.Tensor,
@@ -62,7 +61,7 @@ def mla_decode(
     nope = q.shape[-1] - (pages.shape[-1] - rank)
     query = torch.cat([torch.einsum("bhd,hdr->bhr", q[..., :nope], kv_b[:, :nope]), q[..., nope:]], -1)
     mixed = query.new_zeros(*query.shape[:2], rank)
-    for b, length in enumerate(lengths):
+    for b, length in enumerate(totals.tolist()):
         if length:
             rows = cached_rows(pages, block_table[b], length)
             p = torch.softmax((query[b] @ rows.mT).float() * q.shape[-1] ** -0.5, -1).to(q.dtype)

@@ -1,25 +1,32 @@
-"""Norms in plain PyTorch. See spec.py for shapes."""
+"""Norms in plain PyTorch. See spec.py for shapes. `total` sums over the last dimension."""
+
+from collections.abc import Callable
 
 import torch
 
+from anabranch.ops.arithmetic import row_sum, sigmoid
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x * rsqrt(mean(x^2) + eps), rounded to x's dtype, then times weight."""
-    x32 = x.float()
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight.to(x.dtype)
+Total = Callable[[torch.Tensor], torch.Tensor]
 
 
-def l2_norm(x: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, total: Total = row_sum) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps), rounded to x's dtype, then times weight."""
+    return _normed(x.float(), eps, total).to(x.dtype) * weight.to(x.dtype)
+
+
+def l2_norm(x: torch.Tensor, total: Total = row_sum) -> torch.Tensor:
     """Per head unit length in fp32: x / sqrt(sum(x^2) + 1e-6). The eps is added to the SUM, not to the mean."""
     x32 = x.float()
-    return x32 * torch.rsqrt(x32.square().sum(-1, keepdim=True) + 1e-6)
+    return x32 * torch.rsqrt(total(x32.square()) + 1e-6).unsqueeze(-1)
 
 
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_rms_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, total: Total = row_sum
+) -> torch.Tensor:
     """RMSNorm over each head's channels times weight times sigmoid(gate): [T, H, D] -> [T, H*D]."""
-    tokens, heads, dim = x.shape
-    x32 = x.float()
-    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()
-    y = normed * torch.sigmoid(gate.reshape(tokens, heads, dim).float())
-    return y.to(x.dtype).reshape(tokens, heads * dim)
+    normed = _normed(x.float(), eps, total) * weight.float()
+    return (normed * sigmoid(gate.unflatten(-1, x.shape[1:]).float())).to(x.dtype).flatten(1)
+
+
+def _normed(x32: torch.Tensor, eps: float, total: Total) -> torch.Tensor:
+    return x32 * torch.rsqrt(total(x32.square()) / x32.shape[-1] + eps).unsqueeze(-1)

@@ -1,21 +1,34 @@
 """The router in plain PyTorch. See spec.py for shapes."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from anabranch.config.model import MoeConfig
+from anabranch.ops.arithmetic import row_sum, sigmoid
 
 
 def route(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, moe: MoeConfig
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    moe: MoeConfig,
+    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
+    total: Callable[[torch.Tensor], torch.Tensor] = row_sum,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose by score + bias, weigh by the unbiased score."""
-    logits = F.linear(x.float(), weight.float())
-    scores = torch.sigmoid(logits) if moe.scoring == "sigmoid" else torch.softmax(logits, -1)
-    experts = _within_best_groups(scores + bias, moe).topk(moe.top_k, -1).indices
+    """Choose by score + bias (the lower index wins a tie), weigh by the unbiased score."""
+    logits = linear(x.float(), weight.float())
+    if moe.scoring == "sigmoid":
+        scores = sigmoid(logits)
+    else:
+        raised = torch.exp(logits - logits.amax(-1, keepdim=True))
+        scores = raised / total(raised).unsqueeze(-1)
+    biased = _within_best_groups(scores + bias, moe)
+    experts = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, : moe.top_k]
     weights = scores.gather(1, experts)
     if moe.renormalize and moe.top_k > 1:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (total(weights).unsqueeze(-1) + 1e-20)
     return weights * moe.scaling, experts
 
 

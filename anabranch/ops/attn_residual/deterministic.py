@@ -1,0 +1,8 @@
+"""The residual read with a fixed order of addition."""
+
+from functools import partial
+
+from anabranch.ops.arithmetic import fold_sum
+from anabranch.ops.attn_residual import reference
+
+residual_read = partial(reference.residual_read, total=fold_sum)
