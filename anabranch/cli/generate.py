@@ -82,7 +82,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         raise ValueError(f"{source}: not UTF-8 at byte {error.start}") from None
 
 
-def as_document(output) -> dict:  # noqa: ANN001
+def as_document(output) -> dict:
     """A RequestOutput as one JSON object."""
     answer = output.outputs[0]
     after_first = len(answer.token_ids) - 1
