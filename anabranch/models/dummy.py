@@ -1,0 +1,64 @@
+"""Random weights in place of a checkpoint, for measuring speed and memory: plausible magnitudes, meaningless text."""
+
+import hashlib
+import math
+
+import torch
+
+from anabranch.config.model import ModelConfig
+from anabranch.models.kimi import KimiForCausalLM
+from anabranch.models.weights import RULES, leaf_of, rank_of
+
+_STD = 0.02
+# E2M1 codes drawn evenly have an RMS of 2.93; these two scales, 2^-8 and 2^-7, bring it to 0.018
+_SCALES = (119, 120)
+
+
+def load_dummy(model: KimiForCausalLM, seed: int = 0) -> None:
+    """Fill every parameter of `model` in place, on its device and without a temporary of a parameter's size.
+
+    Each tensor has a stream of its own (seed and name), so a model's weights do not depend on the order or on which
+    other tensors exist. They are weights per rank: what ranks share is equal on all of them, but the shards of two
+    layouts do not join to the same full tensor. Devices differ in their random numbers. Padding rows stay zero.
+    """
+    config, parallel = model.config, model.parallel
+    for name, view in model.state_dict().items():
+        rule = RULES[leaf_of(name)]
+        rank, size = rank_of(rule, parallel)
+        stream = name if size == 1 else f"{name}@{rank}"
+        digest = hashlib.blake2b(f"{seed}:{stream}".encode(), digest_size=7).digest()
+        generator = torch.Generator(view.device).manual_seed(int.from_bytes(digest))
+        rows = view.shape[0]
+        if rule.padded:
+            rows = max(0, min(rows, config.vocab_size - rank * rows))
+        with torch.no_grad():
+            _fill(view[:rows], name, config, generator)
+            view[rows:].zero_()
+
+
+def _fill(view: torch.Tensor, name: str, config: ModelConfig, generator: torch.Generator) -> None:
+    leaf = leaf_of(name)
+    if name.endswith(".weight_packed"):
+        view.random_(0, 256, generator=generator)
+    elif name.endswith(".weight_scale"):
+        view.random_(_SCALES[0], _SCALES[-1] + 1, generator=generator)
+    elif leaf.endswith("norm"):
+        view.fill_(1)
+    elif leaf == "e_score_correction_bias":
+        view.zero_()
+    elif leaf == "A_log":
+        view.uniform_(1, 16, generator=generator).log_()
+    elif leaf == "dt_bias":
+        _fill_dt_bias(view, config.kda.gate_lower_bound is None, generator)
+    elif leaf.endswith("conv1d"):
+        view.normal_(0, 0.5 / math.sqrt(view.shape[-1]), generator=generator)
+    else:
+        view.normal_(0, 1 if leaf == "embed_tokens" else _STD, generator=generator)
+
+
+def _fill_dt_bias(view: torch.Tensor, softplus: bool, generator: torch.Generator) -> None:
+    if softplus:
+        # the inverse softplus of steps drawn evenly on a log scale from 1e-3 to 1e-1
+        view.uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_().expm1_().log_()
+    else:
+        view.normal_(0, 0.5, generator=generator)
