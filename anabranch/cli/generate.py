@@ -24,6 +24,8 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end token.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of streamed text.")] = False,
     fusion: options.Fusion = None,
+    op: options.Op = None,
+    deterministic: options.Deterministic = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     load_format: options.LoadFormat = "auto",
@@ -49,6 +51,8 @@ def generate(
         dtype=dtype,
         device=device,
         fusion=FusionConfig.parse(fusion or []),
+        ops=options.parse_ops(op or []),
+        deterministic=deterministic,
         load_format=load_format,
         mla_norm_eps=mla_norm_eps,
         max_len=max_len,
@@ -62,6 +66,9 @@ def generate(
         if isinstance(piece, str):
             typer.echo(piece, nl=False)
             sys.stdout.flush()
+        elif piece.outputs[0].error:
+            typer.echo(f"\nerror: {piece.outputs[0].error}", err=True)
+            raise typer.Exit(1)
     typer.echo()
 
 
@@ -95,6 +102,7 @@ def as_document(output) -> dict:
         "logprobs": answer.logprobs,
         "top_logprobs": answer.top_logprobs,
         "finish_reason": answer.finish_reason,
+        "error": answer.error,
         "timings": {
             "time_to_first_token_s": output.time_to_first_token,
             "total_s": output.seconds,

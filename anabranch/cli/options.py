@@ -22,3 +22,20 @@ TopP = Annotated[float, typer.Option(help="Nucleus sampling.")]
 TopK = Annotated[int, typer.Option(help="0 keeps all.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
 MaxLen = Annotated[int, typer.Option(help="Longest prompt plus answer, in tokens.")]
+Op = Annotated[
+    list[str] | None, typer.Option("--op", help="NAME=IMPLEMENTATION, e.g. mla_decode=reference. Repeatable.")
+]
+Deterministic = Annotated[
+    bool, typer.Option("--deterministic", help="Batch-invariant operations: bits depend on the request alone.")
+]
+
+
+def parse_ops(items: list[str]) -> dict[str, str]:
+    """From repeated NAME=IMPLEMENTATION options."""
+    wishes = {}
+    for item in items:
+        name, _, implementation = item.partition("=")
+        if not implementation:
+            raise ValueError(f"op option {item!r} is not NAME=IMPLEMENTATION")
+        wishes[name] = implementation
+    return wishes

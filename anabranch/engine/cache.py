@@ -1,5 +1,6 @@
 """Per-request memory: recurrent-state slots for KDA layers and latent pages for MLA layers, as pools."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -58,10 +59,32 @@ class CacheShape:
         return self.mla_layers * self.latent_dim * self.dtype.itemsize
 
 
-class Cache:
-    """The pools of one rank and the free lists of their slots and pages.
+class FreeList:
+    """Numbers that are handed out and given back; giving one back twice is a bug and is caught."""
 
-    `layers` holds one KdaState or LatentPages for each layer of the stage, in order.
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self._free = list(numbers)[::-1]
+        self._inside = set(self._free)
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int:
+        number = self._free.pop()
+        self._inside.remove(number)
+        return number
+
+    def give(self, number: int) -> None:
+        assert number not in self._inside, f"{number} was given back twice"
+        self._inside.add(number)
+        self._free.append(number)
+
+
+class Cache:
+    """The pools of one rank: slots for running requests and for snapshots, and latent pages.
+
+    `layers` holds one KdaState or LatentPages for each layer of the stage, in order. `slots` are numbered first, then
+    `snapshots`; both live in the same pools, so that saving a state is a copy inside a pool.
     """
 
     def __init__(
@@ -73,20 +96,19 @@ class Cache:
         slots: int,
         pages: int,
         device: torch.device | str,
+        snapshots: int = 0,
     ) -> None:
-        self.shape, self.slots, self.pages = shape, slots, pages
+        self.shape, self.slots, self.snapshots, self.pages = shape, slots, snapshots, pages
         self.layers: list[LayerCache] = []
+        count = slots + snapshots
         for i in stage_layers(config.layers, parallel.pp_size, parallel.pp_rank):
             if config.layer_kinds[i] == "kda":
-                conv = torch.zeros(slots, *shape.conv, dtype=shape.dtype, device=device)
-                state = torch.zeros(slots, *shape.state, dtype=shape.state_dtype, device=device)
+                conv = torch.zeros(count, *shape.conv, dtype=shape.dtype, device=device)
+                state = torch.zeros(count, *shape.state, dtype=shape.state_dtype, device=device)
                 self.layers.append(KdaState(conv, state))
             else:
-                # pages are written before they are read, so they need no initial value
-                rows = torch.empty(pages, PAGE, shape.latent_dim, dtype=shape.dtype, device=device)
+                rows = torch.zeros(pages, PAGE, shape.latent_dim, dtype=shape.dtype, device=device)
                 self.layers.append(LatentPages(rows))
-        self.free_slots = list(range(slots))[::-1]
-        self.free_pages = list(range(pages))[::-1]
 
     @property
     def bytes(self) -> int:
@@ -94,23 +116,27 @@ class Cache:
         tensors = [t for c in self.layers for t in ((c.conv, c.state) if isinstance(c, KdaState) else (c.pages,))]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def take(self, tokens: int) -> tuple[int, list[int]] | None:
-        """A zeroed slot and the pages for `tokens` tokens, or None if there is not enough of either."""
-        need = pages_for(tokens)
-        if not self.free_slots or need > len(self.free_pages):
-            return None
-        slot = self.free_slots.pop()
+    def clear(self, slot: int, pages: Iterable[int] = ()) -> None:
+        """Zero a slot, and pages: a new sequence starts from zeros, since kernels read unconditionally."""
+        index = list(pages)
         for layer in self.layers:
-            if isinstance(layer, KdaState):  # a new sequence starts from zeros; kernels read unconditionally
+            if isinstance(layer, KdaState):
                 layer.conv[slot].zero_()
                 layer.state[slot].zero_()
-        return slot, [self.free_pages.pop() for _ in range(need)]
+            elif index:
+                layer.pages[index] = 0
 
-    def give_back(self, slot: int, pages: list[int]) -> None:
-        """Return what `take` handed out."""
-        assert slot not in self.free_slots, f"slot {slot} freed twice"
-        self.free_slots.append(slot)
-        self.free_pages.extend(pages)
+    def copy(self, source: int, target: int) -> None:
+        """Copy the recurrent state of one slot to another."""
+        for layer in self.layers:
+            if isinstance(layer, KdaState):
+                layer.conv[target].copy_(layer.conv[source])
+                layer.state[target].copy_(layer.state[source])
+
+    def is_finite(self, slot: int) -> bool:
+        """Whether every value of a slot is finite; waits for the device."""
+        states = [layer.state[slot] for layer in self.layers if isinstance(layer, KdaState)]
+        return not states or bool(torch.stack([s.isfinite().all() for s in states]).all())
 
 
 def pages_for(tokens: int) -> int:

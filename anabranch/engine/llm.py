@@ -1,6 +1,6 @@
 """Offline inference in the habit of this field: LLM(path).generate([...])."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -9,22 +9,23 @@ from typing import Any
 import torch
 
 from anabranch.config.fusion import FusionConfig
-from anabranch.engine.cache import Cache, CacheShape, pages_for
+from anabranch.engine.cache import CacheShape
 from anabranch.engine.engine import Engine
-from anabranch.engine.request import Request
+from anabranch.engine.memory import make_cache, plan_memory
+from anabranch.engine.request import Request, TokenLogprob
 from anabranch.engine.runner import Runner
 from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
 from anabranch.models.chat import ChatRenderer
 from anabranch.models.load import load_model
-from anabranch.models.tokenizer import Tokenizer
+from anabranch.models.tokenizer import Tokenizer, has_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOutput:
     """One answer. `logprobs[i]` belongs to `token_ids[i]`; `top_logprobs[i]` maps its alternatives to theirs.
 
-    `finish_reason`: "stop" (an end token or stop string), "length" or "abort".
+    `finish_reason`: "stop" (an end token or stop string), "length", "abort", or "error" with its reason in `error`.
     """
 
     text: str
@@ -32,14 +33,20 @@ class CompletionOutput:
     logprobs: list[float]
     top_logprobs: list[dict[int, float]]
     finish_reason: str | None
+    error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """A prompt, its answer, and seconds: to the first token, and from arrival to the end."""
+    """A prompt, its answer, and seconds: to the first token, and from arrival to the end.
+
+    `prompt_logprobs` is empty unless it was asked for; `cached_tokens` of the prompt were not computed again.
+    """
 
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprob]
+    cached_tokens: int
     outputs: list[CompletionOutput]
     time_to_first_token: float
     seconds: float
@@ -49,17 +56,22 @@ class LLM:
     """A loaded model with its tokenizer and engine.
 
     Args:
-        model: checkpoint directory (config.json alone is enough with load_format="dummy").
+        model: checkpoint directory. Dummy weights need a config.json alone; prompts are then token ids.
         dtype: "auto", "float32", "bfloat16" or "float16"; auto is the checkpoint's on CUDA and float32 on a CPU.
         device: "auto", "cpu", "cuda" or "cuda:N".
         fusion: projection path per layer kind.
-        load_format: "auto" or "dummy" (seeded random weights, made on the device).
+        ops: implementation per operation, e.g. {"mla_decode": "reference"}.
+        deterministic: batch-invariant operations only: a request's bits depend on the request alone.
+        load_format: "auto", "safetensors" or "dummy" (seeded random weights, made on the device).
         max_seqs: requests computed at the same time.
         max_len: longest prompt plus answer in tokens; at most the model's context.
         prefill_chunk: prompt tokens computed in one step.
+        prefix_cache: reuse latent pages and saved states of earlier prompts.
+        memory_fraction: share of the device that model and cache may take.
+        state_dtype: "float32" or "bfloat16" for the recurrent state.
         mla_norm_eps: eps of the MLA latent norms; None takes the released code's 1e-6 (SGLang and vLLM use 1e-5).
         seed: of dummy weights.
-        progress: show a progress bar while loading.
+        progress: show a progress bar while loading, and the memory plan.
 
     Raises:
         ValueError: a wrong option, config or checkpoint; one line that names it.
@@ -72,10 +84,14 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         fusion: FusionConfig | None = None,
+        ops: Mapping[str, str] | None = None,
+        deterministic: bool = False,
         load_format: str = "auto",
         max_seqs: int = 16,
         max_len: int = 4096,
         prefill_chunk: int = 2048,
+        prefix_cache: bool = True,
+        memory_fraction: float = 0.9,
         state_dtype: str = "float32",
         mla_norm_eps: float | None = None,
         seed: int = 0,
@@ -87,24 +103,33 @@ class LLM:
         if state_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"state_dtype={state_dtype!r}: accepted are float32, bfloat16")
         self.path = Path(model)
-        self.tokenizer = Tokenizer.load(self.path)
+        self.tokenizer = None if load_format == "dummy" and not has_tokenizer(self.path) else Tokenizer.load(self.path)
         self.model = load_model(
             self.path,
             dtype=dtype,
             device=device,
             fusion=fusion,
+            ops=ops,
+            deterministic=deterministic,
             load_format=load_format,
             seed=seed,
             mla_norm_eps=mla_norm_eps,
             progress=progress,
         )
-        config, parallel = self.model.config, self.model.parallel
+        config = self.model.config
         self.max_len = min(max_len, config.max_context)
-        on = next(self.model.parameters()).device
-        shape = CacheShape.of(config, parallel, self.model.dtype, getattr(torch, state_dtype))
-        pages = max_seqs * pages_for(self.max_len)
-        cache = Cache(config, parallel, shape, slots=max_seqs, pages=pages, device=on)
-        self.engine = Engine(Runner(self.model, cache, on), config.eos_ids, self.max_len, prefill_chunk)
+        shape = CacheShape.of(config, self.model.parallel, self.model.dtype, getattr(torch, state_dtype))
+        self.memory = plan_memory(
+            self.model,
+            shape,
+            max_seqs=max_seqs,
+            max_len=self.max_len,
+            memory_fraction=memory_fraction,
+            prefix_cache=prefix_cache,
+        )
+        cache, vocab = make_cache(self.model, shape, self.memory), self.tokenizer and self.tokenizer.vocab_size
+        runner = Runner(self.model, cache, next(self.model.parameters()).device, vocab)
+        self.engine = Engine(runner, config.eos_ids, self.max_len, prefill_chunk, prefix_cache)
         self._ids = count()
 
     def generate(
@@ -118,7 +143,7 @@ class LLM:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling params for {len(prompts)} prompts; need one for all, or one each")
-        requests = [self._request(p, each[i]) for i, p in enumerate(prompts)]
+        requests = [self.request(p, each[i]) for i, p in enumerate(prompts)]
         for request in requests:
             self.engine.add(request)
         while self.engine.busy:
@@ -129,7 +154,7 @@ class LLM:
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Iterator[str | RequestOutput]:
         """Pieces of text as they become certain, then the whole RequestOutput. Closing the iterator aborts."""
-        request = self._request(prompt, params or SamplingParams())
+        request = self.request(prompt, params or SamplingParams())
         self.engine.add(request)
         try:
             while request.finish_reason is None:
@@ -137,12 +162,13 @@ class LLM:
                 if piece := request.text.take():
                     yield piece
         finally:
-            if request.finish_reason is None:
-                self.engine.abort(request)
+            self.engine.abort(request)
         yield self._output(prompt if isinstance(prompt, str) else None, request)
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation in the model's own chat format; options as in `ChatRenderer.render`."""
+        if self.tokenizer is None:
+            raise ValueError(f"{self.path}: no tokenizer, so no chat format")
         renderer = ChatRenderer.load(self.path, self.tokenizer, self.model.config.architecture)
         return renderer.render(messages, **options)
 
@@ -152,13 +178,23 @@ class LLM:
         """The assistant's next turn."""
         return self.generate([self.chat_prompt(messages, **options)], params)[0]
 
-    def _request(self, prompt: str | Sequence[int], params: SamplingParams) -> Request:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        wrong = [t for t in ids if not 0 <= t < self.model.config.vocab_size]
-        if wrong:
-            raise ValueError(f"token id {wrong[0]} is outside the vocabulary 0..{self.model.config.vocab_size - 1}")
-        text = TextStream(self.tokenizer.stream(), params.stop)
-        return Request(id=next(self._ids), prompt=ids, params=params, text=text)
+    def request(self, prompt: str | Sequence[int], params: SamplingParams, *, skip_special: bool = True) -> Request:
+        """A request for the engine; `skip_special` leaves special tokens out of its text.
+
+        Raises:
+            ValueError: a token id outside the vocabulary, or text without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"{self.path}: no tokenizer; give the prompt as token ids")
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = list(prompt)
+        vocab = self.engine.runner.vocab
+        if wrong := [t for t in (*ids, *params.logit_bias) if not 0 <= t < vocab]:
+            raise ValueError(f"token id {wrong[0]} is outside the vocabulary 0..{vocab - 1}")
+        decoder = self.tokenizer.stream(skip_special=skip_special) if self.tokenizer else None
+        return Request(id=next(self._ids), prompt=ids, params=params, text=TextStream(decoder, params.stop))
 
     def _output(self, prompt: str | None, r: Request) -> RequestOutput:
         assert r.finished is not None
@@ -168,10 +204,13 @@ class LLM:
             logprobs=[s.logprob for s in r.sampled],
             top_logprobs=[s.top for s in r.sampled],
             finish_reason=r.finish_reason,
+            error=r.error,
         )
         return RequestOutput(
             prompt=prompt,
             prompt_token_ids=r.prompt,
+            prompt_logprobs=r.prompt_logprobs,
+            cached_tokens=r.cached_tokens,
             outputs=[answer],
             time_to_first_token=(r.first_token or r.finished) - r.arrived,
             seconds=r.finished - r.arrived,

@@ -1,29 +1,44 @@
 """A request on its way through the engine, and what it becomes."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from anabranch.engine.prefix import Node
 from anabranch.engine.sampler import Sampled
 from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
 
+TokenLogprob = tuple[float | None, dict[int, float]]
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Request:
-    """Prompt, parameters and progress. `computed` counts tokens whose keys and state are in the cache."""
+    """Prompt, parameters and progress. `computed` counts tokens whose latent rows and state are in the cache.
+
+    `prefill_until`: tokens that are computed as prompt; more than the prompt after a preemption. `node`: where the
+    request hangs on the prefix tree, which owns its first pages.
+    """
 
     id: int
     prompt: list[int]
     params: SamplingParams
     text: TextStream
+    eos_ids: frozenset[int] = frozenset()
     generator: torch.Generator = field(default_factory=torch.Generator)
     sampled: list[Sampled] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     computed: int = 0
+    prefill_until: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    node: Node | None = None
+    cached_tokens: int = 0
+    preemptions: int = 0
     finish_reason: str | None = None
+    error: str | None = None
     arrived: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished: float | None = None
@@ -39,22 +54,33 @@ class Request:
         return [s.token for s in self.sampled]
 
     @property
-    def remaining(self) -> int:
-        """Tokens not computed yet: the rest of the prompt, or the one newest sample."""
-        return len(self.prompt) + len(self.sampled) - self.computed
+    def tokens(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.prompt + self.output
+
+    @property
+    def known(self) -> int:
+        return len(self.prompt) + len(self.sampled)
 
     @property
     def decoding(self) -> bool:
-        """Whether the whole prompt has been computed."""
-        return self.computed >= len(self.prompt)
+        """Whether only the newest sample is left to compute."""
+        return self.slot >= 0 and self.computed >= self.prefill_until
 
     @property
     def limit(self) -> int:
         """Tokens that this request may ever hold in the cache."""
         return len(self.prompt) + self.params.max_tokens
 
+    @property
+    def banned(self) -> Sequence[int]:
+        """Ids that may not be chosen now: the end tokens until `min_tokens` is reached."""
+        if len(self.sampled) >= self.params.min_tokens:
+            return ()
+        return (*self.eos_ids, *self.params.stop_token_ids)
+
     def next_tokens(self, count: int) -> list[int]:
         """The next `count` tokens to compute."""
         if self.decoding:
             return [self.sampled[-1].token]
-        return self.prompt[self.computed : self.computed + count]
+        return self.tokens[self.computed : self.computed + count]

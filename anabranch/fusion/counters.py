@@ -18,6 +18,15 @@ def snapshot() -> dict[str, int]:
 
 
 @contextmanager
+def paused() -> Iterator[None]:
+    """Nothing that the block adds is kept: for dry runs."""
+    before = _counts.copy()
+    yield
+    _counts.clear()
+    _counts.update(before)
+
+
+@contextmanager
 def counting() -> Iterator[Counter[str]]:
     """Yields a Counter that holds, once the block ends, what the block added."""
     before = _counts.copy()

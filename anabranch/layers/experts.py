@@ -43,11 +43,14 @@ class _Experts(nn.Module):
         expected = dict(self.views())
         unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k[len(prefix) :] not in expected]
         for name, view in expected.items():
-            if prefix + name not in state_dict:
+            given = state_dict.get(prefix + name)
+            if given is None:
                 missing_keys.append(prefix + name)
+            elif given.shape != view.shape:
+                error_msgs.append(f"{prefix}{name}: shape {tuple(given.shape)}, need {tuple(view.shape)}")
             else:
                 with torch.no_grad():
-                    view.copy_(state_dict[prefix + name])
+                    view.copy_(given)
 
 
 class PlainExperts(_Experts):

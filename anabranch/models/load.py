@@ -1,5 +1,6 @@
 """One call from a checkpoint directory to a model that is ready to run."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,8 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     mla_norm_eps: float | None = None,
+    deterministic: bool = False,
+    ops: Mapping[str, str] | None = None,
     progress: bool | None = False,
 ) -> KimiForCausalLM:
     """Build one rank's model from `path` and fill it.
@@ -44,6 +47,8 @@ def load_model(
             Experts are MXFP4 or plain by what the files hold, for dummy weights by the config.
         seed: of dummy weights.
         mla_norm_eps: eps of the MLA latent norms; None takes the config's, or the released code's 1e-6.
+        deterministic: batch-invariant operations only.
+        ops: implementation wishes, operation name -> implementation name.
         progress: bar on stderr; None shows it on a terminal.
 
     Raises:
@@ -57,7 +62,16 @@ def load_model(
     if load_format != "dummy":
         config = replace(config, expert_format=detect_expert_format(path))
     made_as = _dtype(dtype, config.dtype, on)
-    model = KimiForCausalLM(config, parallel=parallel, fusion=fusion, comm=comm, dtype=made_as, device=on).eval()
+    model = KimiForCausalLM(
+        config,
+        parallel=parallel,
+        fusion=fusion,
+        comm=comm,
+        dtype=made_as,
+        device=on,
+        deterministic=deterministic,
+        ops=ops,
+    ).eval()
     if load_format == "dummy":
         load_dummy(model, seed)
     else:

@@ -105,6 +105,11 @@ class Tokenizer:
         return self.special_ids[name]
 
 
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether `Tokenizer.load` would find its files in `path`."""
+    return any((Path(path) / name).is_file() for name in ("tokenizer.json", "tiktoken.model"))
+
+
 class StreamDecoder:
     """Decodes one sequence id by id.
 

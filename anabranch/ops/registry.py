@@ -65,7 +65,7 @@ class Implementation:
     device: str | None = None
     package: str | None = None
 
-    def verdict(self, config: ModelConfig, device: torch.device, deterministic: bool) -> Verdict:
+    def verdict(self, config: ModelConfig | None, device: torch.device, deterministic: bool) -> Verdict:
         """Whether this implementation may run here."""
         if deterministic and not self.batch_invariant:
             return Verdict(False, "not batch-invariant")
@@ -98,7 +98,7 @@ class Selection:
 
 
 def select(
-    config: ModelConfig,
+    config: ModelConfig | None,
     device: torch.device,
     *,
     deterministic: bool = False,
@@ -107,6 +107,7 @@ def select(
     """Choose every operation for this model and device.
 
     Args:
+        config: the model; None asks about models in general.
         wishes: operation name -> implementation name; each is honoured or refused, never dropped.
 
     Raises:
@@ -122,7 +123,7 @@ def select(
 
 
 def _choose(
-    name: str, wish: str | None, config: ModelConfig, device: torch.device, deterministic: bool
+    name: str, wish: str | None, config: ModelConfig | None, device: torch.device, deterministic: bool
 ) -> tuple[str, str]:
     candidates = {i.name: i for i in IMPLEMENTATIONS[name]}
     if wish is not None:

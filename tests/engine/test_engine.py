@@ -22,10 +22,10 @@ def model():
     return engine_model(KL, random_weights(KL, 1))
 
 
-def make(model, slots: int = 3, pages: int = 6, chunk: int = 16, eos=()) -> Engine:
+def make(model, slots: int = 3, pages: int = 6, chunk: int = 16, eos=(), snapshots: int = 0) -> Engine:
     shape = CacheShape.of(model.config, model.parallel, torch.float32)
-    cache = Cache(model.config, model.parallel, shape, slots=slots, pages=pages, device="cpu")
-    return Engine(Runner(model, cache, "cpu"), eos, 512, chunk)
+    cache = Cache(model.config, model.parallel, shape, slots=slots, pages=pages, snapshots=snapshots, device="cpu")
+    return Engine(Runner(model, cache, "cpu"), eos, 512, chunk, prefix_cache=snapshots > 0)
 
 
 def request(number: int, prompt: list[int], **params) -> Request:
@@ -60,8 +60,8 @@ def test_random_arrivals_answer_as_if_alone(model):
                     done[r.id] = r.output
     for number, (prompt, count) in enumerate(plans):
         assert done[number] == answer(model, prompt, max_tokens=count)
-    assert sorted(engine.runner.cache.free_slots) == [0, 1, 2]
-    assert sorted(engine.runner.cache.free_pages) == list(range(5))
+    assert len(engine.scheduler.slots) == 3
+    assert len(engine.scheduler.pages) == 5
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
@@ -111,8 +111,8 @@ def test_abort_frees_at_once_and_leaves_others_alone(model):
     while engine.busy:
         engine.step()
     assert requests[1].output == answer(model, requests[1].prompt, max_tokens=20)
-    assert len(engine.runner.cache.free_slots) == 2
-    assert len(engine.runner.cache.free_pages) == 4
+    assert len(engine.scheduler.slots) == 2
+    assert len(engine.scheduler.pages) == 4
 
 
 def test_a_slot_used_before_starts_from_zeros(model):

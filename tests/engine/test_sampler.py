@@ -1,18 +1,36 @@
 """Sampling: greedy, cuts, seeds, and what is reported about a choice."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
 
 from anabranch.engine.sampler import sample
 from anabranch.engine.sampling import SamplingParams
+from anabranch.ops.log_softmax.reference import log_softmax
+
+
+@dataclass
+class Row:
+    """As much of a request as sampling looks at."""
+
+    params: SamplingParams
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    banned: tuple[int, ...] = ()
+    prompt: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+
+
+def choose(logits: torch.Tensor, *rows: Row):
+    return sample(logits, rows, log_softmax)
+
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
 
 
 def draws(count: int = 400, **params) -> list[int]:
-    p = SamplingParams(**params)
-    g = torch.Generator().manual_seed(0)
-    return [sample(LOGITS, [p], [g], [[]])[0].token for _ in range(count)]
+    row = Row(SamplingParams(**params), torch.Generator().manual_seed(0))
+    return [choose(LOGITS, row)[0].token for _ in range(count)]
 
 
 def test_greedy_takes_the_largest():
@@ -52,23 +70,46 @@ def test_a_seed_repeats_whatever_the_batch():
     p = SamplingParams(seed=7)
 
     def run(rows):
-        gens = [torch.Generator().manual_seed(7 if r == 1 else r) for r in rows]
-        return [sample(logits[rows], [p] * len(rows), gens, [[]] * len(rows))[rows.index(1)].token for _ in range(9)]
+        drawers = [Row(p, torch.Generator().manual_seed(7 if r == 1 else r)) for r in rows]
+        return [choose(logits[rows], *drawers)[rows.index(1)].token for _ in range(9)]
 
     assert run([1]) == run([0, 1, 2]) == run([2, 1])
 
 
 def test_banned_ids_are_never_chosen_and_logprobs_stay_raw():
-    out = sample(LOGITS, [SamplingParams(temperature=0.0, logprobs=2)], [torch.Generator()], [[0]])[0]
+    out = choose(LOGITS, Row(SamplingParams(temperature=0.0, logprobs=2), banned=(0,)))[0]
     assert out.token == 1
     assert out.logprob == pytest.approx(torch.log(torch.tensor(0.3)).item(), rel=1e-5)
     assert list(out.top) == [0, 1]
 
 
-def test_a_non_finite_logit_is_an_error():
-    bad = torch.stack([LOGITS[0], torch.full((4,), float("nan"))])
-    with pytest.raises(FloatingPointError, match="row 1 of 2"):
-        sample(bad, [SamplingParams()] * 2, [torch.Generator()] * 2, [[], []])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_non_finite_logit_gives_no_sample_and_leaves_other_rows_alone(value):
+    bad = torch.stack([LOGITS[0], LOGITS[0].clone()])
+    bad[1, 3] = value
+    rows = [Row(SamplingParams(), torch.Generator().manual_seed(3)) for _ in range(2)]
+    alone = choose(LOGITS, Row(SamplingParams(), torch.Generator().manual_seed(3)))[0]
+    assert choose(bad, *rows) == [alone, None]
+
+
+def test_penalties_and_bias():
+    def greedy(prompt=(), output=(), **params):
+        row = Row(SamplingParams(temperature=0.0, **params), prompt=list(prompt), output=list(output))
+        return choose(LOGITS, row)[0].token
+
+    assert greedy(output=[0], presence_penalty=0.4) == 0
+    assert greedy(output=[0], presence_penalty=0.6) == 1
+    assert greedy(output=[0, 0, 0], frequency_penalty=0.2) == 1
+    assert greedy(prompt=[0, 0, 0], frequency_penalty=2.0) == 0
+    assert greedy(prompt=[0], repetition_penalty=2.0) == 1
+    assert greedy(logit_bias={3: 100.0}) == 3
+    assert greedy(logit_bias={0: -100.0}) == 1
+
+
+def test_one_rows_penalties_do_not_touch_another():
+    heavy = Row(SamplingParams(temperature=0.0, logit_bias={0: -100.0}))
+    plain = Row(SamplingParams(temperature=0.0))
+    assert [s.token for s in choose(LOGITS.repeat(2, 1), heavy, plain)] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +124,9 @@ def test_a_non_finite_logit_is_an_error():
         ({"stop": ("",)}, "stop="),
         ({"logprobs": 21}, "logprobs=21: need"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"presence_penalty": 2.1}, "presence_penalty=2.1: need"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: need"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias="),
     ],
 )
 def test_wrong_values_are_named(params, message):
