@@ -1,11 +1,16 @@
 """`anabranch chat`: a conversation in the terminal."""
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anabranch.cli import options
+
+if TYPE_CHECKING:
+    from anabranch.engine.llm import LLM
+    from anabranch.engine.sampling import SamplingParams
+    from anabranch.models.answer import Answer
 
 
 def chat(
@@ -41,16 +46,35 @@ def chat(
     messages = [{"role": "system", "content": system}] if system else []
     while question := message or _ask():
         messages.append({"role": "user", "content": question})
-        answer = ""
-        for piece in llm.stream(llm.chat_prompt(messages, thinking=thinking), params):
-            if isinstance(piece, str):
-                answer += piece
-                typer.echo(piece, nl=False)
-                sys.stdout.flush()
-        typer.echo()
-        messages.append({"role": "assistant", "content": answer})
+        messages.append(_answer(llm, messages, thinking, params).message())
         if message:
             return
+
+
+def _answer(llm: "LLM", messages: list[dict[str, Any]], thinking: bool, params: "SamplingParams") -> "Answer":
+    """Stream one turn: reasoning dimmed, then the content."""
+    from anabranch.models.answer import Answer, AnswerParser, ContentDelta, ReasoningDelta
+
+    architecture = llm.model.config.architecture
+    options = {"thinking": thinking} if architecture == "kimi_k3" else {}
+    parser, seen = AnswerParser(architecture, thinking=thinking, tools=False), []
+
+    def show(deltas: list) -> None:
+        seen.extend(deltas)
+        for delta in deltas:
+            if isinstance(delta, ReasoningDelta | ContentDelta):
+                typer.secho(delta.text, dim=isinstance(delta, ReasoningDelta), nl=False)
+        sys.stdout.flush()
+
+    for piece in llm.stream(llm.chat_prompt(messages, **options), params):
+        if isinstance(piece, str):
+            show(parser.push(piece))
+        elif piece.outputs[0].error:
+            typer.echo(f"\nerror: {piece.outputs[0].error}", err=True)
+            raise typer.Exit(1)
+    show(parser.finish())
+    typer.echo()
+    return Answer.of(seen)
 
 
 def _ask() -> str:

@@ -1,0 +1,78 @@
+"""`anabranch serve`: an OpenAI-compatible server."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from anabranch.cli import options
+
+
+def serve(
+    model: options.Model,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="ANABRANCH_API_KEY", help="Asked for as a Bearer token.", show_envvar=True)
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Default: the directory's name.")] = None,
+    parser: Annotated[str, typer.Option(help="kimi: reasoning, content, tool calls; none: raw text.")] = "kimi",
+    max_queue: Annotated[int, typer.Option(help="Answers that may wait beyond --max-seqs.")] = 256,
+    max_body_mb: Annotated[int, typer.Option(help="Longest request body, in 2^20 bytes.")] = 32,
+    request_timeout: Annotated[float | None, typer.Option(help="Seconds that an answer may take.")] = None,
+    drain: Annotated[float, typer.Option(help="Seconds that answers get to end at SIGTERM.")] = 30.0,
+    profile_dir: Annotated[Path | None, typer.Option(help="Allows /start_profile, and takes its traces.")] = None,
+    max_seqs: Annotated[int, typer.Option(help="Answers computed at the same time.")] = 16,
+    max_len: options.MaxLen = 4096,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed in one step.")] = 2048,
+    prefix_cache: Annotated[bool, typer.Option(help="Reuse what earlier prompts computed.")] = True,
+    memory_fraction: Annotated[float, typer.Option(help="Share of the device for model and cache.")] = 0.9,
+    state_dtype: Annotated[str, typer.Option(help="Recurrent state: float32 or bfloat16.")] = "float32",
+    fusion: options.Fusion = None,
+    op: options.Op = None,
+    deterministic: options.Deterministic = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    load_format: options.LoadFormat = "auto",
+    mla_norm_eps: options.MlaNormEps = None,
+) -> None:
+    """Serve the model over HTTP with the OpenAI API."""
+    from anabranch import LLM, FusionConfig
+    from anabranch.engine.service import EngineService
+    from anabranch.server.app import create_app
+    from anabranch.server.process import listen, run
+    from anabranch.server.settings import ServerSettings
+
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        api_key=api_key,
+        served_model_name=served_model_name,
+        parser=parser,
+        max_body_bytes=max_body_mb << 20,
+        max_queue=max_queue,
+        request_timeout_s=request_timeout,
+        drain_s=drain,
+        profile_dir=profile_dir,
+    )
+    # before the weights are read: a port in use is told at once
+    sock = listen(settings)
+    llm = LLM(
+        model,
+        dtype=dtype,
+        device=device,
+        fusion=FusionConfig.parse(fusion or []),
+        ops=options.parse_ops(op or []),
+        deterministic=deterministic,
+        load_format=load_format,
+        max_seqs=max_seqs,
+        max_len=max_len,
+        prefill_chunk=prefill_chunk,
+        prefix_cache=prefix_cache,
+        memory_fraction=memory_fraction,
+        state_dtype=state_dtype,
+        mla_norm_eps=mla_norm_eps,
+        progress=sys.stderr.isatty(),
+    )
+    run(create_app(EngineService(llm), settings), sock)
