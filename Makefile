@@ -18,6 +18,8 @@ demo: setup
 
 test: setup
 	$(BIN)/pytest -n auto
+	TRITON_INTERPRET=1 $(BIN)/pytest -n auto tests/kernels
+	$(BIN)/pytest -n auto tests/compile
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 """Anabranch: an inference engine for the Kimi hybrid-attention family whose fusions are proven exact.
 
-    from anabranch import LLM, SamplingParams
-    LLM("tiny-k3").generate(["Hello"], SamplingParams(max_tokens=32))
+from anabranch import LLM, SamplingParams
+LLM("tiny-k3").generate(["Hello"], SamplingParams(max_tokens=32))
 """
 
 from typing import TYPE_CHECKING, Any

@@ -99,6 +99,7 @@ class Cache:
         snapshots: int = 0,
     ) -> None:
         self.shape, self.slots, self.snapshots, self.pages = shape, slots, snapshots, pages
+        self.device = torch.device(device)
         self.layers: list[LayerCache] = []
         count = slots + snapshots
         for i in stage_layers(config.layers, parallel.pp_size, parallel.pp_rank):
@@ -107,7 +108,8 @@ class Cache:
                 state = torch.zeros(count, *shape.state, dtype=shape.state_dtype, device=device)
                 self.layers.append(KdaState(conv, state))
             else:
-                rows = torch.zeros(pages, PAGE, shape.latent_dim, dtype=shape.dtype, device=device)
+                # one page more than is handed out takes the rows of padding tokens
+                rows = torch.zeros(pages + 1, PAGE, shape.latent_dim, dtype=shape.dtype, device=device)
                 self.layers.append(LatentPages(rows))
 
     @property

@@ -11,12 +11,15 @@ import torch
 from anabranch.config.fusion import FusionConfig
 from anabranch.engine.cache import CacheShape
 from anabranch.engine.engine import Engine
+from anabranch.engine.graphs import DecodeGraphs, graph_ladder
 from anabranch.engine.memory import make_cache, plan_memory
 from anabranch.engine.request import Request, TokenLogprob
 from anabranch.engine.runner import Runner
 from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
+from anabranch.engine.warmup import warm_up
 from anabranch.models.chat import ChatRenderer
+from anabranch.models.kimi import KimiForCausalLM
 from anabranch.models.load import load_model
 from anabranch.models.tokenizer import Tokenizer, has_tokenizer
 
@@ -68,6 +71,8 @@ class LLM:
         prefill_chunk: prompt tokens computed in one step.
         prefix_cache: reuse latent pages and saved states of earlier prompts.
         memory_fraction: share of the device that model and cache may take.
+        eager: no CUDA graphs.
+        graph_sizes: decode batch sizes that get a graph; None takes a ladder up to max_seqs.
         state_dtype: "float32" or "bfloat16" for the recurrent state.
         mla_norm_eps: eps of the MLA latent norms; None takes the released code's 1e-6 (SGLang and vLLM use 1e-5).
         seed: of dummy weights.
@@ -92,6 +97,8 @@ class LLM:
         prefill_chunk: int = 2048,
         prefix_cache: bool = True,
         memory_fraction: float = 0.9,
+        eager: bool = False,
+        graph_sizes: Sequence[int] | None = None,
         state_dtype: str = "float32",
         mla_norm_eps: float | None = None,
         seed: int = 0,
@@ -116,9 +123,23 @@ class LLM:
             mla_norm_eps=mla_norm_eps,
             progress=progress,
         )
-        config = self.model.config
-        self.max_len = min(max_len, config.max_context)
-        shape = CacheShape.of(config, self.model.parallel, self.model.dtype, getattr(torch, state_dtype))
+        self.max_len = min(max_len, self.model.config.max_context)
+        runner = self._runner(max_seqs, prefill_chunk, prefix_cache, memory_fraction, getattr(torch, state_dtype))
+        if on_cuda(self.model) and not eager:
+            sizes = graph_sizes or graph_ladder(max_seqs)
+            runner.graphs = DecodeGraphs(self.model, runner.cache, runner.device, sizes, self.max_len)
+            runner.graphs.capture()
+        self.engine = Engine(runner, self.model.config.eos_ids, self.max_len, prefill_chunk, prefix_cache)
+        self._ids = count()
+
+    def _runner(
+        self, max_seqs: int, prefill_chunk: int, prefix_cache: bool, memory_fraction: float, state_dtype: torch.dtype
+    ) -> Runner:
+        """Warm everything up, then give the cache what is left."""
+        shape = CacheShape.of(self.model.config, self.model.parallel, self.model.dtype, state_dtype)
+        reserve = 0
+        if on_cuda(self.model):
+            reserve = warm_up(self.model, shape, prefill_chunk=min(prefill_chunk, self.max_len), max_seqs=max_seqs)
         self.memory = plan_memory(
             self.model,
             shape,
@@ -126,11 +147,10 @@ class LLM:
             max_len=self.max_len,
             memory_fraction=memory_fraction,
             prefix_cache=prefix_cache,
+            reserve=reserve,
         )
-        cache, vocab = make_cache(self.model, shape, self.memory), self.tokenizer and self.tokenizer.vocab_size
-        runner = Runner(self.model, cache, next(self.model.parameters()).device, vocab)
-        self.engine = Engine(runner, config.eos_ids, self.max_len, prefill_chunk, prefix_cache)
-        self._ids = count()
+        vocab = self.tokenizer.vocab_size if self.tokenizer else None
+        return Runner(self.model, make_cache(self.model, shape, self.memory), vocab)
 
     def generate(
         self,
@@ -215,3 +235,8 @@ class LLM:
             time_to_first_token=(r.first_token or r.finished) - r.arrived,
             seconds=r.finished - r.arrived,
         )
+
+
+def on_cuda(model: KimiForCausalLM) -> bool:
+    """Whether a model's weights live on a GPU."""
+    return next(model.parameters()).is_cuda

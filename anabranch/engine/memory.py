@@ -27,7 +27,7 @@ class MemoryPlan:
 
     @property
     def cache_bytes(self) -> int:
-        return (self.slots + self.snapshots) * self.bytes_per_slot + self.pages * self.bytes_per_page
+        return (self.slots + self.snapshots) * self.bytes_per_slot + (self.pages + 1) * self.bytes_per_page
 
     def __str__(self) -> str:
         gib = 2**30
@@ -46,8 +46,9 @@ def plan_memory(
     max_len: int,
     memory_fraction: float,
     prefix_cache: bool,
+    reserve: int = 0,
 ) -> MemoryPlan:
-    """Divide what `memory_fraction` of the device leaves after the model.
+    """Divide what `memory_fraction` of the device leaves after the model and `reserve` bytes for activations.
 
     Raises:
         ValueError: the slots for `max_seqs` or the pages for one request of `max_len` do not fit; says what would.
@@ -55,9 +56,9 @@ def plan_memory(
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction={memory_fraction}: need 0 < memory_fraction <= 1")
     total, used = _device_bytes(next(model.parameters()).device)
-    budget = int(total * memory_fraction) - used
+    budget = int(total * memory_fraction) - used - reserve
     page = PAGE * shape.bytes_per_token
-    left = budget - max_seqs * shape.bytes_per_slot
+    left = budget - max_seqs * shape.bytes_per_slot - page
     if left < pages_for(max_len) * page:
         raise ValueError(
             f"max_seqs={max_seqs} of {shape.bytes_per_slot:,} B state and max_len={max_len} of {page:,} B a page do "

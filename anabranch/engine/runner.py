@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from anabranch.engine.cache import PAGE, Cache
+from anabranch.engine.graphs import DecodeGraphs
 from anabranch.engine.request import Request, TokenLogprob
 from anabranch.engine.sampler import Sampled, sample, top_logprobs
 from anabranch.layers.batch import Batch
@@ -30,10 +31,9 @@ class Runner:
         vocab: ids below this may be sampled; a model's table may be padded beyond its tokenizer.
     """
 
-    def __init__(
-        self, model: KimiForCausalLM, cache: Cache, device: torch.device | str, vocab: int | None = None
-    ) -> None:
-        self.model, self.cache, self.device = model, cache, device
+    def __init__(self, model: KimiForCausalLM, cache: Cache, vocab: int | None = None) -> None:
+        self.model, self.cache, self.device = model, cache, cache.device
+        self.graphs: DecodeGraphs | None = None
         self.eager_steps: Counter[str] = Counter()
         self.graph_replays: Counter[int] = Counter()
         self.vocab = min(vocab or model.config.vocab_size, model.config.vocab_size)
@@ -43,10 +43,25 @@ class Runner:
         """Compute `count` tokens of each (request, count); decoding requests must come first."""
         if not segments:
             return []
-        self.eager_steps[f"no graphs on {torch.device(self.device).type}"] += 1
-        batch, owners = self._batch(segments)
-        logits = self.model(batch, self.cache.layers)[:, : self.vocab]
-        return self._results(segments, logits, owners)
+        eager = self._why_eager(segments)
+        if eager is None:
+            assert self.graphs is not None
+            logits, size = self.graphs.run([r for r, _ in segments])
+            self.graph_replays[size] += 1
+            owners = list(range(len(segments)))
+        else:
+            self.eager_steps[eager] += 1
+            batch, owners = self._batch(segments)
+            logits = self.model(batch, self.cache.layers)
+        return self._results(segments, logits[:, : self.vocab], owners)
+
+    def _why_eager(self, segments: Sequence[tuple[Request, int]]) -> str | None:
+        """The reason that a step is not replayed from a graph, or None."""
+        if self.graphs is None:
+            return "no graphs"
+        if not all(r.decoding for r, _ in segments):
+            return "prefill in the batch"
+        return None if self.graphs.fits(len(segments)) else "batch above the largest graph"
 
     def _results(
         self, segments: Sequence[tuple[Request, int]], logits: torch.Tensor, owners: list[int]

@@ -34,7 +34,7 @@ class KdaState:
 
 @dataclass(frozen=True, slots=True)
 class LatentPages:
-    """One MLA layer's cache: pages [pages, page size, r + rope] model dtype."""
+    """One MLA layer's cache: pages [pages + 1, page size, r + rope] model dtype; nobody reads the last page."""
 
     pages: torch.Tensor
 

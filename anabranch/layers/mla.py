@@ -46,8 +46,10 @@ class MlaLayer(MergedOwner):
         """Cache rows are the NORMED latent and the raw shared key."""
         latent, shared = kv.split([self.config.kv_lora_rank, self.config.rope_dim], -1)
         rows = torch.cat([self.kv_a_layernorm(latent), shared], -1)
-        live = batch.rows >= 0
-        pages.view(-1, pages.shape[-1])[batch.rows[live]] = rows[live].to(pages.dtype)
+        flat = pages.view(-1, pages.shape[-1])
+        # a fixed number of writes, so that it can be captured: tokens without a row land in the page nobody reads
+        target = torch.where(batch.rows >= 0, batch.rows, flat.shape[0] - 1)
+        flat.index_copy_(0, target, rows.to(pages.dtype))
 
     def _attend(self, q: torch.Tensor, batch: Batch, pages: torch.Tensor) -> torch.Tensor:
         """Absorbed form for the decode tokens, explicit form for the prefill segments: [T, H * v]."""

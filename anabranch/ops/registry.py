@@ -58,12 +58,17 @@ _FOLDERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Implementation:
-    """`batch_invariant`: a row's bits do not depend on the other rows, so deterministic mode may use it."""
+    """One way to run an operation, in the module `ops/<folder>/<name>.py`.
+
+    `batch_invariant`: a row's bits do not depend on the other rows, so deterministic mode may use it. `fits` says
+    whether a model's shapes are ones it was made for.
+    """
 
     name: str
     batch_invariant: bool = False
     device: str | None = None
     package: str | None = None
+    fits: Callable[[ModelConfig], Verdict] | None = None
 
     def verdict(self, config: ModelConfig | None, device: torch.device, deterministic: bool) -> Verdict:
         """Whether this implementation may run here."""
@@ -73,20 +78,70 @@ class Implementation:
             return Verdict(False, f"needs {self.device}")
         if self.package is not None and find_spec(self.package) is None:
             return Verdict(False, f"needs the package {self.package}")
+        if self.fits is not None and config is not None and not (verdict := self.fits(config)).ok:
+            return verdict
         return Verdict(True, "first that fits")
 
 
-_REFERENCE, _DETERMINISTIC = (
-    Implementation(name="reference"),
-    Implementation(name="deterministic", batch_invariant=True),
-)
-_ELEMENTWISE = (Implementation(name="reference", batch_invariant=True),)
+def _tile(name: str, value: int) -> Verdict:
+    """Triton tiles are powers of two, and matrix instructions start at 16."""
+    ok = value >= 16 and value & (value - 1) == 0
+    return Verdict(ok, f"{name}={value}" if ok else f"needs {name} to be a power of two from 16, it is {value}")
+
+
+def _kda_heads(config: ModelConfig) -> Verdict:
+    return _tile("the KDA head_dim", config.kda.head_dim)
+
+
+def _latent(config: ModelConfig) -> Verdict:
+    first = _tile("kv_lora_rank", config.mla.kv_lora_rank)
+    return _tile("qk_rope_head_dim", config.mla.rope_dim) if first.ok else first
+
+
+def _ungrouped(config: ModelConfig) -> Verdict:
+    groups = config.moe.groups if config.moe else 1
+    return Verdict(
+        groups == 1, f"num_expert_group={groups}" if groups == 1 else f"needs one expert group, not {groups}"
+    )
+
+
+_REFERENCE = Implementation(name="reference")
+_INVARIANT_REFERENCE = Implementation(name="reference", batch_invariant=True)
+_DETERMINISTIC = Implementation(name="deterministic", batch_invariant=True)
+
+
+def _triton(fits: Callable[[ModelConfig], Verdict] | None = None, batch_invariant: bool = True) -> Implementation:
+    return Implementation(name="triton", batch_invariant=batch_invariant, device="cuda", package="triton", fits=fits)
+
 
 # in order of preference; a reference that is elementwise needs no deterministic twin
 IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
-    name: _ELEMENTWISE if name in ("conv", "log_decay", "sigmoid_gate", "glu") else (_REFERENCE, _DETERMINISTIC)
-    for name in OP_NAMES
+    "linear": (_REFERENCE, _triton(), _DETERMINISTIC),
+    "batched_linear": (_REFERENCE, _triton(), _DETERMINISTIC),
+    "rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
+    "l2_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
+    "gated_rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
+    "conv": (_triton(), _INVARIANT_REFERENCE),
+    "log_decay": (_INVARIANT_REFERENCE,),
+    "kda_decode": (_triton(_kda_heads), _REFERENCE, _DETERMINISTIC),
+    "kda_prefill": (
+        Implementation(name="fla", device="cuda", package="fla", fits=_kda_heads),
+        _triton(_kda_heads),
+        _REFERENCE,
+        _DETERMINISTIC,
+    ),
+    "mla_decode": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
+    "mla_prefill": (Implementation(name="sdpa", device="cuda"), _triton(_latent), _REFERENCE, _DETERMINISTIC),
+    "sigmoid_gate": (_triton(), _INVARIANT_REFERENCE),
+    "glu": (_triton(), _INVARIANT_REFERENCE),
+    "route": (_triton(_ungrouped), _REFERENCE, _DETERMINISTIC),
+    "routed_experts": (_triton(), _REFERENCE, _DETERMINISTIC),
+    "residual_read": (_triton(), _REFERENCE, _DETERMINISTIC),
+    "log_softmax": (_triton(), _REFERENCE, _DETERMINISTIC),
 }
+
+# the two forms of a layer must come from one implementation, or a token's bits depend on how it was scheduled
+_PAIRS = (("kda_decode", "kda_prefill"), ("mla_decode", "mla_prefill"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +173,11 @@ def select(
         if name not in OP_NAMES:
             raise ValueError(f"op {name!r} is unknown; accepted: {', '.join(OP_NAMES)}")
     chosen = {name: _choose(name, wishes.get(name), config, device, deterministic) for name in OP_NAMES}
+    if deterministic:
+        for one, other in _PAIRS:
+            if chosen[one][0] != chosen[other][0]:
+                pair = f"op {one}={chosen[one][0]} with {other}={chosen[other][0]}"
+                raise ValueError(f"{pair}: deterministic mode needs the same implementation for both")
     functions = {name: _load(name, implementation) for name, (implementation, _) in chosen.items()}
     return Selection(ops=Ops(**functions), chosen=chosen)
 

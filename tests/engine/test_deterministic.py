@@ -39,7 +39,7 @@ def model(request):
 def make(model, *, slots=33, pages=120, chunk=2048, snapshots=0) -> Engine:
     shape = CacheShape.of(model.config, model.parallel, torch.float32)
     cache = Cache(model.config, model.parallel, shape, slots=slots, pages=pages, snapshots=snapshots, device="cpu")
-    return Engine(Runner(model, cache, "cpu"), (), 1024, chunk, prefix_cache=snapshots > 0)
+    return Engine(Runner(model, cache), (), 1024, chunk, prefix_cache=snapshots > 0)
 
 
 def ask(prompt=PROMPT, number=0, **params) -> Request:

@@ -25,7 +25,7 @@ def model():
 def make(model, slots: int = 3, pages: int = 6, chunk: int = 16, eos=(), snapshots: int = 0) -> Engine:
     shape = CacheShape.of(model.config, model.parallel, torch.float32)
     cache = Cache(model.config, model.parallel, shape, slots=slots, pages=pages, snapshots=snapshots, device="cpu")
-    return Engine(Runner(model, cache, "cpu"), eos, 512, chunk, prefix_cache=snapshots > 0)
+    return Engine(Runner(model, cache), eos, 512, chunk, prefix_cache=snapshots > 0)
 
 
 def request(number: int, prompt: list[int], **params) -> Request:
@@ -142,4 +142,4 @@ def test_pool_bytes_are_what_the_shape_says():
     k3 = engine_model(kimi_k3_tiny(), random_weights(kimi_k3_tiny(), 0))
     shape = CacheShape.of(k3.config, k3.parallel, torch.bfloat16, torch.bfloat16)
     cache = Cache(k3.config, k3.parallel, shape, slots=5, pages=3, device="cpu")
-    assert cache.bytes == 5 * shape.bytes_per_slot + 3 * 64 * shape.bytes_per_token
+    assert cache.bytes == 5 * shape.bytes_per_slot + (3 + 1) * 64 * shape.bytes_per_token

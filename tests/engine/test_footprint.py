@@ -41,7 +41,7 @@ def test_planned_bytes_are_allocated_bytes_on_every_rank(make, layout, state):
         cache = Cache(config, place, shape, slots=slots, pages=pages, device="cpu")
         storages = {p.untyped_storage() for p in model.parameters()}
         assert f.weight_bytes == sum(s.nbytes() for s in storages)
-        assert slots * f.state_bytes_per_request + pages * PAGE * f.latent_bytes_per_token == cache.bytes
+        assert slots * f.state_bytes_per_request + (pages + 1) * PAGE * f.latent_bytes_per_token == cache.bytes
         assert footprint(model, layout, state) == f
         assert (f.kda_layers + f.mla_layers, f.layers[0]) == (len(model.model.layers), model.model.stage.start)
 

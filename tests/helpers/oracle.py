@@ -86,12 +86,12 @@ def engine_model(c: ref_tiny.Cfg, weights: dict[str, torch.Tensor], fusion: Fusi
 class Session:
     """Feeds tokens to a model sequence by sequence, as a scheduler would, and returns the logits of every token."""
 
-    def __init__(self, model: KimiForCausalLM, sequences: int = 4, pages: int = 64, scramble: bool = True) -> None:
-        self.model = model
+    def __init__(self, model: KimiForCausalLM, sequences: int = 4, pages: int = 64, device: str = "cpu") -> None:
+        self.model, self.device = model, device
         dtype = torch.get_default_dtype()
         shape = CacheShape.of(model.config, model.parallel, dtype, dtype)
-        self.cache = Cache(model.config, model.parallel, shape, slots=sequences + 1, pages=pages, device="cpu")
-        order = torch.randperm(pages, generator=torch.Generator().manual_seed(5)).tolist() if scramble else range(pages)
+        self.cache = Cache(model.config, model.parallel, shape, slots=sequences + 1, pages=pages, device=device)
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(5)).tolist()
         self.free = list(order)
         self.tables: dict[int, list[int]] = {}
         self.contexts: dict[int, int] = {}
@@ -109,17 +109,20 @@ class Session:
         lengths = [len(ids) for _, ids in segments]
         totals = [self.contexts[s] + len(ids) for s, ids in segments]
         batch = Batch(
-            tokens=torch.tensor(tokens),
-            segments=Segments.of(lengths, totals),
-            prefill=Segments.of(lengths[decodes:], totals[decodes:]),
+            tokens=self._tensor(tokens),
+            segments=Segments.of(lengths, totals, self.device),
+            prefill=Segments.of(lengths[decodes:], totals[decodes:], self.device),
             decodes=decodes,
-            slots=torch.tensor([s for s, _ in segments]),
-            block_table=torch.tensor([self.tables[s] + [0] * (widest - len(self.tables[s])) for s, _ in segments]),
-            rows=torch.tensor(rows),
-            wanted=torch.arange(len(tokens)),
+            slots=self._tensor([s for s, _ in segments]),
+            block_table=self._tensor([self.tables[s] + [0] * (widest - len(self.tables[s])) for s, _ in segments]),
+            rows=self._tensor(rows),
+            wanted=torch.arange(len(tokens), device=self.device),
         )
         with torch.inference_mode():
             logits = self.model(batch, self.cache.layers)
         for s, ids in segments:
             self.contexts[s] += len(ids)
         return list(logits.split([len(ids) for _, ids in segments]))
+
+    def _tensor(self, values: list) -> torch.Tensor:
+        return torch.tensor(values, device=self.device)

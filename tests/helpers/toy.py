@@ -78,12 +78,13 @@ def toy_engine(config: ModelConfig, *, slots: int, pages: int, snapshots: int, c
     )
     cache = Cache.__new__(Cache)
     cache.shape, cache.slots, cache.snapshots, cache.pages = shape, slots, snapshots, pages
+    cache.device = torch.device("cpu")
     count = slots + snapshots
     cache.layers = [
         KdaState(torch.zeros(count, 1, 1), torch.zeros(count, 1, 1, 1)),
-        LatentPages(torch.zeros(pages, PAGE, 1)),
+        LatentPages(torch.zeros(pages + 1, PAGE, 1)),
     ]
-    runner = Runner(ToyModel(config), cache, "cpu", VOCAB)  # type: ignore[arg-type]
+    runner = Runner(ToyModel(config), cache, VOCAB)  # type: ignore[arg-type]
     return Engine(runner, (), 4096, chunk, prefix_cache=snapshots > 0)
 
 

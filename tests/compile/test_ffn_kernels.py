@@ -1,0 +1,92 @@
+"""FFN-side kernels at the shapes of the released models: they fit an H200, spill nothing, and every bf16 product is a
+wgmma, which is what the equality of bits between tiles rests on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.banks import mxfp4_bank, plain_bank
+
+from anabranch.config.model import ActivationConfig, ModelConfig
+from anabranch.ops.attn_residual.triton import residual_read
+from anabranch.ops.experts.triton import routed_experts
+from anabranch.ops.gate.triton import sigmoid_gate
+from anabranch.ops.glu.triton import glu
+from anabranch.ops.linear.triton import linear
+from anabranch.ops.log_softmax.triton import log_softmax
+from anabranch.ops.norm.triton import add_rms_norm, gated_rms_norm, l2_norm, rms_norm
+from anabranch.ops.router.triton import route
+
+SITU = ActivationConfig(name="situ", beta=4.0, linear_beta=25.0)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def only_wgmma(used) -> None:
+    for u in used:
+        if u.name in ("_gate_up", "_down", "_linear", "_logits"):
+            assert "wgmma.mma_async.sync.aligned.m64" in u.ptx, u.name
+            assert "\tmma.sync" not in u.ptx, u.name
+
+
+def launch_experts(config: ModelConfig, tokens: int, bank, width: int) -> None:
+    assert config.moe is not None
+    k = config.moe.top_k
+    x, weights, chosen = meta(tokens, width), meta(tokens, k, dtype=torch.float32), meta(tokens, k, dtype=torch.int64)
+    routed_experts(x, weights, chosen, bank, config.activation)
+
+
+@pytest.mark.parametrize("tokens", [1, 32, 600, 2048, 8192])
+def test_experts_of_kimi_linear(compiled, real_kl, tokens):
+    bank = plain_bank(256, 1024, 2304, torch.bfloat16, device="meta")
+    launch_experts(real_kl, tokens, bank, 2304)
+    only_wgmma(compiled.check())
+    assert len(compiled) == {1: 3, 32: 4}.get(tokens, 6)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 2048, 20_000])
+def test_mxfp4_experts_of_one_of_eight_k3_ranks(compiled, real_k3, tokens):
+    bank = mxfp4_bank(896, 384, 3584, torch.bfloat16, device="meta")
+    launch_experts(real_k3, tokens, bank, 3584)
+    only_wgmma(compiled.check())
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 512])
+def test_linear(compiled, tokens):
+    linear(meta(tokens, 2304), meta(12448, 2304))
+    linear(meta(tokens, 7168), meta(6288, 7168))
+    only_wgmma(compiled.check())
+
+
+def test_linear_in_fp32(compiled):
+    linear(meta(4, 2304, dtype=torch.float32), meta(12448, 2304, dtype=torch.float32))
+    compiled.check()
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 2048])
+def test_router(compiled, real_kl, real_k3, tokens):
+    for config in (real_kl, real_k3):
+        moe, width = config.moe, config.hidden_size
+        route(meta(tokens, width), meta(moe.experts, width), meta(moe.experts, dtype=torch.float32), moe)
+    with pytest.raises(ValueError, match="groups=8"):
+        route(meta(1, 16), meta(16, 16), meta(16, dtype=torch.float32), replace(real_kl.moe, groups=8))
+    only_wgmma(compiled.check())
+
+
+def test_row_kernels(compiled):
+    for width in (2304, 7168):
+        x, weight = meta(8, width), meta(width)
+        rms_norm(x, weight, 1e-5)
+        add_rms_norm(x, x, weight, 1e-5)
+        residual_read(x, [x] * 8, weight, weight[None], 1e-5)
+    for heads in (12, 32, 96):
+        x = meta(8, 3 * heads * 128)[:, : heads * 128].unflatten(-1, (heads, 128))
+        l2_norm(x)
+        gated_rms_norm(x, meta(8, heads * 128), meta(128, dtype=torch.float32), 1e-5)
+    sigmoid_gate(meta(8, 1536), meta(8, 3696)[:, 2160:])
+    glu(meta(8, 2048), ActivationConfig(name="silu"))
+    glu(meta(8, 12288), SITU)
+    log_softmax(meta(8, 163_840, dtype=torch.float32))
+    compiled.check()
