@@ -56,6 +56,15 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
+def _clocks() -> str:
+    """SM and memory clock, power and temperature as the driver reports them now."""
+    query = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+    done = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
+    )
+    return done.stdout.strip().splitlines()[0] if done.returncode == 0 else "nvidia-smi failed"
+
+
 def append_row(path: Path, row: dict[str, Any]) -> None:
     """Add one JSON line; rows are never rewritten."""
     path = Path(os.environ.get("ANABRANCH_RESULTS", path.parent)) / path.name

@@ -4,6 +4,7 @@ Refuses to print a ratio when a merged path does not equal the separate one in t
 """
 
 import argparse
+from functools import partial
 from statistics import median
 
 import torch
@@ -58,6 +59,12 @@ def same(path: Path, separate: Path, weights: object, x: torch.Tensor) -> str:
     return EQUALITY.kind
 
 
+def rotate(path: Path, layers: list, x: torch.Tensor, calls: int) -> None:
+    """`calls` prologues, each on the next layer's weights, so that none is in the cache."""
+    for i in range(calls):
+        path.run(layers[i % len(layers)].prologue.weights, x)
+
+
 def bench(case: str, kind: str, config: ModelConfig, layout: Layout, where: dict, rows: tuple[int, ...]) -> None:
     make, paths = (KdaLayer, kda_paths(config.kda.full_rank_gate)) if kind == "kda" else (MlaLayer, mla_paths(True))
     first = filled(make(build(config, layout)))
@@ -70,12 +77,7 @@ def bench(case: str, kind: str, config: ModelConfig, layout: Layout, where: dict
         times: dict[str, list[float]] = {name: [] for name in (*paths, "separate again")}
         for _ in range(3):  # arms in turn, so that drift meets all of them
             for name in times:
-                path = paths[name.removesuffix(" again")]
-
-                def run(path: Path = path) -> None:
-                    for i in range(calls):
-                        path.run(layers[i % len(layers)].prologue.weights, x)
-
+                run = partial(rotate, paths[name.removesuffix(" again")], layers, x, calls)
                 times[name] += time_graph(run, calls, samples=7)
         base, again = median(times["separate"]), median(times["separate again"])
         spread = abs(base - again) / base * 100
