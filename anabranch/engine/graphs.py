@@ -36,7 +36,8 @@ class DecodeGraphs:
         largest = self.sizes[-1]
         self._host = torch.zeros(len(FIELDS) + self.width, largest, dtype=torch.int64, pin_memory=True)
         self._device = torch.zeros_like(self._host, device=device)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        # the batch stays too: a graph reads its tensors at every replay
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, Batch]] = {}
 
     def fits(self, count: int) -> bool:
         return count <= self.sizes[-1]
@@ -57,13 +58,13 @@ class DecodeGraphs:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 logits = self.model(batch, self.cache.layers)
             pool = pool or graph.pool()
-            self._graphs[size] = graph, logits
+            self._graphs[size] = graph, logits, batch
 
     def run(self, requests: Sequence[Request]) -> tuple[torch.Tensor, int]:
         """Logits [n, vocab] of one decode step of n requests, valid until the next run; and the size replayed."""
         size = next(s for s in self.sizes if s >= len(requests))
         self._fill(requests)
-        graph, logits = self._graphs[size]
+        graph, logits, _ = self._graphs[size]
         graph.replay()
         return logits[: len(requests)], size
 

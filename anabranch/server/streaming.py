@@ -50,11 +50,13 @@ class EventStream(Response):
     """
 
     def __init__(self, frames: AsyncIterator[bytes], close: Callable[[], None]) -> None:
+        super().__init__()
         # proxies must pass every frame on at once
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        self.media_type = "text/event-stream"
-        self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *self.raw_headers]
-        self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
+        self.raw_headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+        ]
         self._frames, self._close = frames, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -66,6 +66,12 @@ def test_a_call_cut_off_keeps_its_reason():
     assert choice["finish_reason"] == "length"
 
 
+def test_what_the_parser_held_back_comes_with_the_end():
+    site = site_of(("<|close|>think<|sep|><|open|>response<|sep|>", "1 <"))
+    assert site.chat().json()["choices"][0]["message"]["content"] == "1 <"
+    assert joined(chunks(site.chat(stream=True).content), "content") == "1 <"
+
+
 def test_forbidden_calls_stay_text():
     message = site_of(CALLED).chat(tools=[WEATHER], tool_choice="none").json()["choices"][0]["message"]
     assert "tool_calls" not in message

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from server.events import chunks, events, events_by_splitlines
 from server.fakes import HANG, FakeService, Site, spell
 
-from anabranch.server.streaming import DONE, frame
+from anabranch.server.streaming import DONE, EventStream, frame
 
 TEXT = st.text(
     st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from("\r\n\x85\u2028\u2029\x0b\x0c\x1c:"))
@@ -140,6 +140,20 @@ def test_a_client_that_leaves_frees_its_answers(stream, after):
     site = Site(FakeService(script=[*spell("ab", reason=None), HANG]))
     asyncio.run(_leave(site, {"prompt": ["a", "b"], "stream": stream, "n": 2}, after))
     assert (site.service.aborted, site.app.state.desk.in_progress) == (4, 0)
+
+
+def test_a_response_that_never_starts_is_closed():
+    closed = []
+
+    async def never():
+        yield b""
+
+    async def fail(_):
+        raise OSError("the socket is gone")
+
+    with pytest.raises(OSError, match="gone"):
+        asyncio.run(EventStream(never(), lambda: closed.append(True))({}, fail, fail))
+    assert closed == [True]
 
 
 def test_a_finished_answer_is_not_aborted():
