@@ -11,6 +11,8 @@ from anabranch.cli.env import env
 from anabranch.cli.generate import generate
 from anabranch.cli.init_checkpoint import init_checkpoint
 from anabranch.cli.plan import plan
+from anabranch.cli.serve import serve
+from anabranch.cli.verify import app as verify
 
 
 class Verbs(TyperGroup):
@@ -33,8 +35,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for verb in (generate, chat, init_checkpoint, plan, env):
+for verb in (serve, generate, chat, init_checkpoint, plan, env):
     app.command()(verb)
+app.add_typer(verify, name="verify")
 
 
 def _print_version(asked: bool) -> None:

@@ -39,3 +39,13 @@ def parse_ops(items: list[str]) -> dict[str, str]:
             raise ValueError(f"op option {item!r} is not NAME=IMPLEMENTATION")
         wishes[name] = implementation
     return wishes
+
+
+def parse_sizes(text: str | None) -> list[int] | None:
+    """From "1,8,32"."""
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise ValueError(f"graph sizes {text!r}: need positive numbers with commas between them")
+    return [int(part) for part in parts]

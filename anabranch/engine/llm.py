@@ -211,7 +211,7 @@ class LLM:
         else:
             ids = list(prompt)
         vocab = self.engine.runner.vocab
-        if wrong := [t for t in (*ids, *params.logit_bias) if not 0 <= t < vocab]:
+        if wrong := [t for t in (*ids, *params.logit_bias, *params.stop_token_ids) if not 0 <= t < vocab]:
             raise ValueError(f"token id {wrong[0]} is outside the vocabulary 0..{vocab - 1}")
         decoder = self.tokenizer.stream(skip_special=skip_special) if self.tokenizer else None
         return Request(id=next(self._ids), prompt=ids, params=params, text=TextStream(decoder, params.stop))

@@ -41,7 +41,7 @@ def sample(logits: torch.Tensor, requests: Sequence[Drawer], log_softmax: Op) ->
     tokens = allowed.argmax(-1)
     for row, request in enumerate(requests):
         if request.params.temperature > 0 and finite[row]:
-            tokens[row] = _draw(allowed[row] / request.params.temperature, request.params, request.generator)
+            tokens[row] = _draw(allowed[row], request.params, request.generator)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
     return [
         Sampled(token, chosen[row], top_logprobs(logprobs[row], requests[row].params.logprobs)) if finite[row] else None
@@ -69,7 +69,9 @@ def _reshaped(logits: torch.Tensor, requests: Sequence[Drawer]) -> torch.Tensor:
             _penalise(logits[row], request)
         for token, bias in p.logit_bias.items():
             logits[row, token] += bias
-        logits[row, list(request.banned)] = -torch.inf
+        banned = list({*request.banned})
+        if len(banned) < logits.shape[1]:  # one that bans everything bans nothing
+            logits[row, banned] = -torch.inf
     return logits
 
 
@@ -91,8 +93,10 @@ def _draw(logits: torch.Tensor, p: SamplingParams, generator: torch.Generator) -
     if p.top_k > 0:
         values = values[: p.top_k]
     # drawn on the CPU, so that a seed means the same tokens on every device
-    probs = torch.softmax(values.cpu(), -1)
-    # the first token is always kept: what precedes it sums to zero
+    # in double and from the largest down, so that no temperature or top_p underflows to a division by zero
+    scaled = (values.cpu().double() - values[0].item()) / p.temperature
+    probs = torch.softmax(scaled, -1)
     keep = probs.cumsum(-1) - probs < p.top_p
     keep &= probs >= p.min_p * probs[0]
+    keep[0] = True
     return ids[torch.multinomial(probs * keep, 1, generator=generator).to(ids.device)][0]

@@ -61,15 +61,15 @@ class Ticket:
         if not self._done:
             self._service.call(lambda: self._service.abort(self._request))
 
-    def report(self) -> None:
-        """On the engine's thread: hand what is new over to the event loop."""
+    def news(self) -> Update | None:
+        """On the engine's thread: what is new since the last call, or None."""
         r, first = self._request, self._reported == 0
         new = r.sampled[self._reported :]
         text = r.text.take()
         if not new and not text and r.finish_reason is None:
-            return
+            return None
         self._reported += len(new)
-        update = Update(
+        return Update(
             text=text,
             token_ids=[s.token for s in new],
             logprobs=[s.logprob for s in new],
@@ -80,10 +80,6 @@ class Ticket:
             cached_tokens=r.cached_tokens,
             prompt_logprobs=r.prompt_logprobs if first and r.prompt_logprobs else None,
         )
-        try:
-            self._loop.call_soon_threadsafe(self._updates.put_nowait, update)
-        except RuntimeError:  # the loop closed while its server was shutting down: nobody listens any more
-            self._service.abort(r)
 
 
 class EngineService:
@@ -180,7 +176,9 @@ class EngineService:
             done.set()
 
         self.call(stop)
-        done.wait()
+        while not done.wait(0.1):
+            if not self._thread.is_alive():
+                raise ValueError("the engine has ended: no profile was written")
         return path
 
     def stats(self) -> dict[str, Any]:
@@ -215,7 +213,7 @@ class EngineService:
         """On the engine's thread: end a request and tell its ticket."""
         self.llm.engine.abort(request)
         if (ticket := self._tickets.pop(request.id, None)) is not None:
-            ticket.report()
+            self._deliver([ticket])
 
     def _abort_all(self) -> None:
         for ticket in list(self._tickets.values()):
@@ -240,14 +238,32 @@ class EngineService:
             for ticket in list(self._tickets.values()):
                 request = ticket._request
                 request.finish_reason, request.error = "error", f"the engine failed: {error}"
-                ticket.report()
+            self._deliver(list(self._tickets.values()))
             self._tickets.clear()
             raise
 
     def _report(self, progressed: list[Request]) -> None:
-        for request in progressed:
-            ticket = self._tickets.get(request.id)
-            if ticket is not None:
-                if request.finish_reason is not None:
-                    del self._tickets[request.id]
-                ticket.report()
+        tickets = [ticket for r in progressed if (ticket := self._tickets.get(r.id)) is not None]
+        self._deliver(tickets)
+        for ticket in tickets:
+            if ticket._request.finish_reason is not None:
+                del self._tickets[ticket._request.id]
+
+    def _deliver(self, tickets: list[Ticket]) -> None:
+        """Hand news over to the event loops, one call for each loop and step."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Update]]] = {}
+        for ticket in tickets:
+            if (update := ticket.news()) is not None:
+                by_loop.setdefault(ticket._loop, []).append((ticket, update))
+        for loop, news in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_put, news)
+            except RuntimeError:  # the loop closed while its server was shutting down: nobody listens any more
+                for ticket, _ in news:
+                    self.llm.engine.abort(ticket._request)
+
+
+def _put(news: list[tuple[Ticket, Update]]) -> None:
+    """On the event loop: wake everyone who waits for these updates."""
+    for ticket, update in news:
+        ticket._updates.put_nowait(update)
