@@ -1,10 +1,10 @@
-"""The Kimi-Linear-48B shape with dummy weights, deterministic: one prompt alone, in a crowd, cut, preempted, replayed."""
+"""The Kimi-Linear-48B shape with dummy weights, deterministic: one prompt alone, in a crowd, cut, preempted."""
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import CONFIGS
 
 from anabranch.engine.llm import LLM
 from anabranch.engine.request import Request
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM(
-        CONFIGS / "kimi_linear_48b_config.json",
+        Path(__file__).parents[1] / "data/configs/kimi_linear_48b_config.json",
         load_format="dummy",
         deterministic=True,
         max_seqs=33,
