@@ -12,6 +12,7 @@ import time
 import torch
 from common import ROOT, append_row, provenance
 
+from anabranch.config.fusion import FusionConfig
 from anabranch.engine.llm import LLM
 from anabranch.engine.sampling import SamplingParams
 
@@ -62,6 +63,8 @@ def main() -> None:
     parser.add_argument("--tokens-out", type=int, default=128)
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--fusion", default="auto", help="KDA path")
+    parser.add_argument("--op", nargs="*", default=[], help="NAME=IMPLEMENTATION")
     args = parser.parse_args()
     where, rng = provenance(), random.Random(0)
     start = time.perf_counter()
@@ -75,11 +78,13 @@ def main() -> None:
         memory_fraction=0.94,
         eager=args.eager,
         deterministic=args.deterministic,
+        fusion=FusionConfig(kda=args.fusion),
+        ops=dict(item.split("=") for item in args.op),
         graph_sizes=args.batches or None,
     )
     print(f"loaded in {time.perf_counter() - start:.0f} s; {llm.memory}")
     print("ops:", ", ".join(f"{name}={how}" for name, (how, _) in llm.model.selection.chosen.items()), flush=True)
-    arm = "deterministic" if args.deterministic else "eager" if args.eager else "graphs"
+    arm = f"{'deterministic' if args.deterministic else 'eager' if args.eager else 'graphs'}, {args.fusion}"
     for tokens_in in args.prefills:
         first_token(llm, tokens_in, rng)
         samples = [first_token(llm, tokens_in, rng) * 1e6 for _ in range(max(2, args.repeats))]
