@@ -28,6 +28,7 @@ def provenance() -> dict[str, Any]:
     commit, dirty = _commit()
     return {
         "device": torch.cuda.get_device_properties(0).name,
+        "clocks": _clocks(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

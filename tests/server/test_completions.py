@@ -84,7 +84,7 @@ def test_null_fields_are_absent_fields():
         ("top_k", -2, "or a positive number"),
         ("min_p", 2, "0 <= min_p <= 1"),
         ("presence_penalty", 3, "-2..2"),
-        ("repetition_penalty", 0, "positive"),
+        ("repetition_penalty", 0, "0.01..100"),
         ("logprobs", 21, "0..20"),
         ("min_tokens", 99, "max_tokens"),
         ("n", 0, "greater than or equal to 1"),
