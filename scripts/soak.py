@@ -26,6 +26,8 @@ from typing import Any
 Json = dict[str, Any]
 PATIENCE_S = 120.0
 CONTEXT = 1024
+# the status and a first event come before there is a token
+_TOKENS = b'"token_ids":['
 _USAGE = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True, "ignore_eos": True}
 
 
@@ -68,15 +70,18 @@ async def exchange(port: int, raw: bytes, patience_s: float = PATIENCE_S, read_a
     try:
         async with asyncio.timeout(patience_s):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            start = last = time.perf_counter()
+            start, last = time.perf_counter(), 0.0
             writer.write(raw)
             await writer.drain()
             await asyncio.sleep(read_after_s)
             received = bytearray()
             while data := await reader.read(1 << 16):
                 now = time.perf_counter()
-                answer.first_s = answer.first_s or now - start
-                answer.longest_gap_s, last = max(answer.longest_gap_s, now - last), now
+                if last:
+                    answer.longest_gap_s = max(answer.longest_gap_s, now - last)
+                elif _TOKENS in data:
+                    answer.first_s = now - start
+                last = now if answer.first_s else 0.0
                 received += data
             answer.status, answer.body = _parse(bytes(received))
     except (OSError, ValueError) as error:  # TimeoutError is an OSError
@@ -206,7 +211,7 @@ class Phase:
             return "no request succeeded"
         p99 = sorted(self.first_s)[int(0.99 * (len(self.first_s) - 1))]
         return (
-            f"{self.requests} requests, {self.tokens} tokens, {self.rate:.1f} tokens/s, first byte "
+            f"{self.requests} requests, {self.tokens} tokens, {self.rate:.1f} tokens/s, first token "
             f"p50 {statistics.median(self.first_s):.2f} s p99 {p99:.2f} s, longest gap {max(self.gaps_s):.2f} s"
         )
 

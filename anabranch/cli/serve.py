@@ -79,4 +79,5 @@ def serve(
         mla_norm_eps=mla_norm_eps,
         progress=sys.stderr.isatty(),
     )
+    typer.echo(str(llm.memory), err=True)
     run(create_app(EngineService(llm), settings), sock)

@@ -1,7 +1,7 @@
 """Offline inference in the habit of this field: LLM(path).generate([...])."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class LLM:
         state_dtype: "float32" or "bfloat16" for the recurrent state.
         mla_norm_eps: eps of the MLA latent norms; None takes the released code's 1e-6 (SGLang and vLLM use 1e-5).
         seed: of dummy weights.
-        progress: show a progress bar while loading, and the memory plan.
+        progress: show a progress bar while loading.
 
     Raises:
         ValueError: a wrong option, config or checkpoint; one line that names it.
@@ -163,18 +163,28 @@ class LLM:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} sampling params for {len(prompts)} prompts; need one for all, or one each")
-        requests = [self.request(p, each[i]) for i, p in enumerate(prompts)]
-        for request in requests:
+        groups = [self._answers(p, each[i]) for i, p in enumerate(prompts)]
+        for request in (r for group in groups for r in group):
             self.engine.add(request)
         while self.engine.busy:
             self.engine.step()
-        return [self._output(p if isinstance(p, str) else None, r) for p, r in zip(prompts, requests, strict=True)]
+        return [
+            self._output(p if isinstance(p, str) else None, group) for p, group in zip(prompts, groups, strict=True)
+        ]
+
+    def _answers(self, prompt: str | Sequence[int], params: SamplingParams) -> list[Request]:
+        """`params.n` requests for one prompt."""
+        seeds = [None if params.seed is None else params.seed + i for i in range(params.n)]
+        return [self.request(prompt, replace(params, n=1, seed=seed)) for seed in seeds]
 
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
     ) -> Iterator[str | RequestOutput]:
         """Pieces of text as they become certain, then the whole RequestOutput. Closing the iterator aborts."""
-        request = self.request(prompt, params or SamplingParams())
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"n={params.n}: one answer can be streamed at a time")
+        request = self.request(prompt, params)
         self.engine.add(request)
         try:
             while request.finish_reason is None:
@@ -183,7 +193,7 @@ class LLM:
                     yield piece
         finally:
             self.engine.abort(request)
-        yield self._output(prompt if isinstance(prompt, str) else None, request)
+        yield self._output(prompt if isinstance(prompt, str) else None, [request])
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         """Token ids of a conversation in the model's own chat format; options as in `ChatRenderer.render`."""
@@ -216,24 +226,26 @@ class LLM:
         decoder = self.tokenizer.stream(skip_special=skip_special) if self.tokenizer else None
         return Request(id=next(self._ids), prompt=ids, params=params, text=TextStream(decoder, params.stop))
 
-    def _output(self, prompt: str | None, r: Request) -> RequestOutput:
-        assert r.finished is not None
-        answer = CompletionOutput(
-            text=r.text.text,
-            token_ids=r.output,
-            logprobs=[s.logprob for s in r.sampled],
-            top_logprobs=[s.top for s in r.sampled],
-            finish_reason=r.finish_reason,
-            error=r.error,
-        )
+    def _output(self, prompt: str | None, answers: list[Request]) -> RequestOutput:
+        first = answers[0]
         return RequestOutput(
             prompt=prompt,
-            prompt_token_ids=r.prompt,
-            prompt_logprobs=r.prompt_logprobs,
-            cached_tokens=r.cached_tokens,
-            outputs=[answer],
-            time_to_first_token=(r.first_token or r.finished) - r.arrived,
-            seconds=r.finished - r.arrived,
+            prompt_token_ids=first.prompt,
+            prompt_logprobs=first.prompt_logprobs,
+            cached_tokens=first.cached_tokens,
+            outputs=[
+                CompletionOutput(
+                    text=r.text.text,
+                    token_ids=r.output,
+                    logprobs=[s.logprob for s in r.sampled],
+                    top_logprobs=[s.top for s in r.sampled],
+                    finish_reason=r.finish_reason,
+                    error=r.error,
+                )
+                for r in answers
+            ],
+            time_to_first_token=min((r.first_token or r.finished or 0.0) - r.arrived for r in answers),
+            seconds=max((r.finished or 0.0) - r.arrived for r in answers),
         )
 
 

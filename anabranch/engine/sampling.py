@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 class SamplingParams:
     """Names and defaults as in vLLM: temperature 0 is greedy, top_k 0 or -1 keeps all, logprobs None reports none.
 
+    `n` answers to one prompt are drawn independently; with a seed, answer i uses seed + i.
+
     `logit_bias` maps token ids to what is added to their logits. `prompt_logprobs` asks for log probabilities of the
     prompt's own tokens; only then may `max_tokens` be 0.
 
@@ -15,6 +17,7 @@ class SamplingParams:
         ValueError: a value is out of range; the message names it and what is accepted.
     """
 
+    n: int = 1
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
@@ -39,6 +42,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         least = 1 if self.prompt_logprobs is None else 0
         checks = (
+            ("n", 1 <= self.n <= 128, "1..128"),
             ("max_tokens", self.max_tokens >= least, f"at least {least}"),
             ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or a positive number"),
             ("top_p", 0 < self.top_p <= 1, "0 < top_p <= 1"),

@@ -31,7 +31,7 @@ class Update:
 
 
 class QueueFull(Exception):  # noqa: N818  (as queue.Full)
-    """More requests are waiting than the service accepts."""
+    """No request is accepted now."""
 
 
 class Ticket:
@@ -87,11 +87,10 @@ class EngineService:
 
     Args:
         llm: the loaded model.
-        max_queue: most requests that may wait; None is no limit.
     """
 
-    def __init__(self, llm: LLM, max_queue: int | None = None) -> None:
-        self.llm, self.max_queue = llm, max_queue
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
         self._calls: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._tickets: dict[int, Ticket] = {}
@@ -122,13 +121,11 @@ class EngineService:
 
         Raises:
             ValueError: a token id is unknown, or the request can never fit.
-            QueueFull: too many are waiting, or the service is draining.
+            QueueFull: the service is draining, or its engine failed.
         """
         engine = self.llm.engine
         if not self.accepting:
             raise QueueFull("the server is shutting down" if self.failure is None else f"engine failed: {self.failure}")
-        if self.max_queue is not None and len(engine.scheduler.waiting) >= self.max_queue:
-            raise QueueFull(f"{self.max_queue} requests are waiting already")
         request = self.llm.request(prompt, params, skip_special=skip_special)
         engine.check(request)
         ticket = Ticket(self, request, asyncio.get_running_loop())

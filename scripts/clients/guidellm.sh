@@ -6,8 +6,8 @@
 #
 # TOKENIZER is a directory with tokenizer.json, usually the checkpoint; OUT takes the report as JSON. Exit status 0 only
 # if every request was answered with exactly OUTPUT_TOKENS tokens.
-# Environment: VENV (~/.cache/anabranch/guidellm), FORMAT (/v1/completions or /v1/chat/completions, which adds the format
-# of a conversation to every prompt), STREAMS (2), REQUESTS (10), PROMPT_TOKENS (40), OUTPUT_TOKENS (8), PYTHON (python3).
+# Environment: VENV (~/.cache/anabranch/guidellm), FORMAT (/v1/completions; with /v1/chat/completions every prompt grows
+# by the format of a conversation), STREAMS (2), REQUESTS (10), PROMPT_TOKENS (40), OUTPUT_TOKENS (8), PYTHON (python3).
 set -euo pipefail
 
 if [ $# -ne 3 ]; then

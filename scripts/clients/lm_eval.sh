@@ -6,8 +6,9 @@
 #
 # MODEL is the served name, TOKENIZER a directory with tokenizer.json, DATA the test set of GSM8K as JSON lines with
 # `question` and `answer`, OUT a directory. Three tasks: `gsm8k_local` generates answers; `gsm8k_likelihood` scores the
-# reference answers, and `gsm8k_bits` whole items, which need `echo` with `logprobs`. A random checkpoint scores near 0 with
-# about log2(vocabulary) bits for each token: it shows that the plumbing holds. Exit status 0 only if all were scored.
+# reference answers, and `gsm8k_bits` whole items, which need `echo` with `logprobs`. A random checkpoint scores near 0
+# and needs log2(vocabulary) bits or more for each token: it shows that the plumbing holds. Exit status 0 only if every
+# item was scored.
 # Environment: VENV (~/.cache/anabranch/lm-eval), LIMIT (20 items), CONCURRENT (4), PYTHON (python3).
 set -euo pipefail
 

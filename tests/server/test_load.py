@@ -32,12 +32,12 @@ BODY_TIMEOUT_S = 1.0
 
 def test_nobody_else_notices_bad_clients(checkpoints):
     with Live(checkpoints["k3"], body_timeout_s=BODY_TIMEOUT_S) as live:
-        # four slots for all: twelve good clients queue, and bad ones that leave give way at once
-        run = soak.soak(live.port, streams=12, seconds=3, body_timeout_s=BODY_TIMEOUT_S, least_ratio=0.2)
+        # four slots for all: eight good clients queue, and bad ones that leave give way at once
+        run = soak.soak(live.port, streams=8, seconds=2, body_timeout_s=BODY_TIMEOUT_S, least_ratio=0.2)
         report = asyncio.run(run)
         print(report)
         assert report.failures() == []
-        assert report.mixed.requests > 5
+        assert report.mixed.requests > 3
         assert live.idle()
         stats = live.service.stats()
         assert (stats["pages_used"], stats["nonfinite"]) == (0, 0)
@@ -46,13 +46,13 @@ def test_nobody_else_notices_bad_clients(checkpoints):
 
 def test_answers_do_not_depend_on_who_else_asks(checkpoints, monkeypatch):
     monkeypatch.setattr(conftest, "LLM", functools.partial(LLM, deterministic=True))
-    with Live(checkpoints["kl"]) as live:
-        load = soak.Load(live.port, streams=6, repeatable=True)
+    with Live(checkpoints["kl"], body_timeout_s=BODY_TIMEOUT_S) as live:
+        load = soak.Load(live.port, streams=6, body_timeout_s=BODY_TIMEOUT_S, repeatable=True)
         load.jobs = [job for job in load.jobs if job.path == "/v1/completions"][:6]
         phase = asyncio.run(load.phase(2.0, copies=1))
         assert phase.problems == Counter()
         assert phase.requests > len(load.answers) > 1, "no request was repeated"
-        load.answers = {name: (-1,) for name in load.answers}
+        load.answers = dict.fromkeys(load.answers, (-1,))
         assert asyncio.run(load.phase(0.1)).problems
 
 

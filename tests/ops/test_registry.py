@@ -1,0 +1,48 @@
+"""Choosing operations: first that fits, wishes honoured or refused by name, deterministic pairs kept together."""
+
+import pytest
+import torch
+from helpers.oracle import model_config
+from helpers.ref_tiny import kimi_linear_tiny
+
+from anabranch.ops.registry import IMPLEMENTATIONS, OP_NAMES, select
+
+CONFIG = model_config(kimi_linear_tiny())
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_every_operation_runs_on_a_cpu_in_both_modes():
+    assert set(IMPLEMENTATIONS) == set(OP_NAMES)
+    for deterministic in (False, True):
+        selection = select(CONFIG, CPU, deterministic=deterministic)
+        assert all(callable(getattr(selection.ops, name)) for name in OP_NAMES)
+    normal, fixed = select(CONFIG, CPU).chosen, select(CONFIG, CPU, deterministic=True).chosen
+    assert normal["linear"][0] == "reference"
+    assert fixed["linear"] == ("deterministic", "first that fits; reference: not batch-invariant; triton: needs cuda")
+
+
+def test_a_shape_that_a_kernel_was_not_made_for_is_refused_with_the_shape():
+    with pytest.raises(ValueError, match="op mla_decode=triton cannot be honoured: needs cuda"):
+        select(CONFIG, CPU, wishes={"mla_decode": "triton"})
+    verdict = IMPLEMENTATIONS["mla_decode"][0].verdict(CONFIG, CUDA, False)
+    assert (verdict.ok, verdict.reason) == (False, "needs qk_rope_head_dim to be a power of two from 16, it is 8")
+
+
+def test_wishes_are_honoured_or_refused():
+    chosen = select(CONFIG, CPU, wishes={"linear": "deterministic"}).chosen
+    assert chosen["linear"] == ("deterministic", "asked for")
+    with pytest.raises(ValueError, match=r"op 'lineal' is unknown; accepted: linear, "):
+        select(CONFIG, CPU, wishes={"lineal": "reference"})
+    with pytest.raises(ValueError, match="op linear=cuda: accepted are reference, triton, deterministic"):
+        select(CONFIG, CPU, wishes={"linear": "cuda"})
+    with pytest.raises(ValueError, match="op linear=reference cannot be honoured: not batch-invariant"):
+        select(CONFIG, CPU, deterministic=True, wishes={"linear": "reference"})
+
+
+def test_forms_of_one_layer_are_not_mixed_in_deterministic_mode(monkeypatch):
+    from anabranch.ops import registry
+
+    pair = registry.IMPLEMENTATIONS | {"mla_prefill": (registry._INVARIANT_REFERENCE,)}
+    monkeypatch.setattr(registry, "IMPLEMENTATIONS", pair)
+    with pytest.raises(ValueError, match="mla_decode=deterministic with mla_prefill=reference: deterministic mode"):
+        select(CONFIG, CPU, deterministic=True)
