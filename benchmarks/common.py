@@ -28,7 +28,6 @@ def provenance() -> dict[str, Any]:
     commit, dirty = _commit()
     return {
         "device": torch.cuda.get_device_properties(0).name,
-        "clocks": _clocks(),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -70,6 +69,7 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
     """Add one JSON line; rows are never rewritten."""
     path = Path(os.environ.get("ANABRANCH_RESULTS", path.parent)) / path.name
     path.parent.mkdir(parents=True, exist_ok=True)
+    row = row | {"clocks": _clocks()}  # now, right after the load
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 

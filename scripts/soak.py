@@ -16,6 +16,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -516,17 +517,23 @@ def main() -> int:
     command += ["--deterministic"] if args.deterministic else []
     # more threads than that only wait for each other at this size
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8") as log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as server,
+    ):
         try:
             assert server.stdout is not None
             line = server.stdout.readline()
             found = re.search(r"serving at http://127\.0\.0\.1:(\d+)/v1", line)
             if found is None:
-                print(f"the server did not start: {line.strip()}", file=sys.stderr)
+                log.seek(0)
+                print(f"the server did not start: {log.read().strip()}", file=sys.stderr)
                 return 1
             options = {"streams": args.streams, "seconds": args.seconds, "copies": args.copies}
             options |= {"least_ratio": args.least_ratio, "rss_limit_mb": args.rss_limit_mb, "pid": server.pid}
             report = asyncio.run(soak(int(found[1]), **options))
+            log.seek(0)
+            report.leaks += [f"the server logged {n} tracebacks" for n in [log.read().count("Traceback")] if n]
             print(report)
             return 1 if report.failures() else 0
         finally:
