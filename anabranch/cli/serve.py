@@ -58,8 +58,7 @@ def serve(
         drain_s=drain,
         profile_dir=profile_dir,
     )
-    # before the weights are read: a port in use is told at once
-    sock = listen(settings)
+    sock = listen(settings)  # before the weights are read: a port in use is told at once
     llm = LLM(
         model,
         dtype=dtype,
