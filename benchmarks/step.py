@@ -84,7 +84,8 @@ def main() -> None:
     )
     print(f"loaded in {time.perf_counter() - start:.0f} s; {llm.memory}")
     print("ops:", ", ".join(f"{name}={how}" for name, (how, _) in llm.model.selection.chosen.items()), flush=True)
-    arm = f"{'deterministic' if args.deterministic else 'eager' if args.eager else 'graphs'}, {args.fusion}"
+    mode = "deterministic" if args.deterministic else "eager" if args.eager else "graphs"
+    arm = ", ".join([mode, args.fusion, *args.op])
     for tokens_in in args.prefills:
         first_token(llm, tokens_in, rng)
         samples = [first_token(llm, tokens_in, rng) * 1e6 for _ in range(max(2, args.repeats))]

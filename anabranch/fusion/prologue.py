@@ -66,6 +66,11 @@ class KdaInputs:
     beta: torch.Tensor
     gate: torch.Tensor
 
+    def rows(self, first: int, last: int | None = None) -> "KdaInputs":
+        """The tokens first .. last, as views."""
+        part = slice(first, last)
+        return KdaInputs(self.qkv[part], self.forget[part], self.beta[part], self.gate[part])
+
 
 @dataclass(frozen=True, slots=True)
 class MlaInputs:

@@ -3,11 +3,12 @@
 import torch
 
 from anabranch.fusion.buffer import PAD_ROWS, MergedOwner, MergedWeight, Segment
-from anabranch.fusion.prologue import KdaWeights, Prologue, kda_paths
+from anabranch.fusion.prologue import KdaInputs, KdaWeights, Prologue, kda_paths
 from anabranch.layers.batch import Batch, KdaState
 from anabranch.layers.build import Build
 from anabranch.layers.linear import Linear, RMSNorm, frozen, share
 from anabranch.ops.arithmetic import sigmoid
+from anabranch.ops.segments import Segments
 
 
 class KdaLayer(MergedOwner):
@@ -40,33 +41,39 @@ class KdaLayer(MergedOwner):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KdaState) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden], complete over the attention-TP group."""
-        inputs = self.prologue(x)
-        qkv = self.ops.conv(inputs.qkv, batch.segments, batch.slots, cache.conv, self.conv.buffer.squeeze(1))
-        heads = (self.heads, self.config.head_dim)
-        q, k, v = (part.unflatten(-1, heads) for part in qkv.split(self.width, -1))
-        g = self.ops.log_decay(
-            inputs.forget.unflatten(-1, heads), self.dt_bias, self.A_log, self.config.gate_lower_bound
-        )
-        q, k, beta = self.ops.l2_norm(q), self.ops.l2_norm(k), sigmoid(inputs.beta.float())
-        o = self._delta_rule(q, k, v, g, beta, batch, cache.state)
-        y = self.ops.gated_rms_norm(o, inputs.gate, self.o_norm.weight, self.eps)
+        inputs, n = self.prologue(x), batch.decodes
+        if self.ops.kda_step is None or n == 0:
+            y = self._chain(inputs, batch.segments, batch.prefill, batch.slots, cache)
+        else:
+            y = self._step(inputs.rows(0, n), batch.slots[:n], cache)
+            if batch.prefill:
+                prompts = self._chain(inputs.rows(n), batch.prefill, batch.prefill, batch.slots[n:], cache)
+                y = torch.cat([y, prompts])
         return self.comm.all_reduce(self.o_proj(y), "attn_tp")
 
-    def _delta_rule(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-        batch: Batch,
-        state: torch.Tensor,
+    def _step(self, inputs: KdaInputs, slots: torch.Tensor, cache: KdaState) -> torch.Tensor:
+        """One token of each slot in one operation: [B, P]."""
+        assert self.ops.kda_step is not None
+        return self.ops.kda_step(
+            *(inputs.qkv, cache.conv, self.conv.buffer.squeeze(1), inputs.forget, inputs.beta, inputs.gate),
+            *(self.dt_bias, self.A_log, self.config.gate_lower_bound, self.o_norm.weight, self.eps),
+            *(slots, cache.state),
+        )
+
+    def _chain(
+        self, inputs: KdaInputs, segments: Segments, prompts: Segments, slots: torch.Tensor, cache: KdaState
     ) -> torch.Tensor:
-        """Recurrent form for the decode tokens, chunk form for the prefill segments: [T, H, D]."""
-        n, parts = batch.decodes, []
+        """Conv, norms, gate, delta rule and gated norm: [T, P]. What precedes `prompts` takes the token form."""
+        n = len(segments) - len(prompts)
+        ops, heads = self.ops, (self.heads, self.config.head_dim)
+        qkv = ops.conv(inputs.qkv, segments, slots, cache.conv, self.conv.buffer.squeeze(1))
+        q, k, v = (part.unflatten(-1, heads) for part in qkv.split(self.width, -1))
+        q, k, beta = ops.l2_norm(q), ops.l2_norm(k), sigmoid(inputs.beta.float())
+        forget, bound = inputs.forget.unflatten(-1, heads), self.config.gate_lower_bound
+        tokens = (q, k, v, ops.log_decay(forget, self.dt_bias, self.A_log, bound), beta)
+        parts = []
         if n:
-            parts.append(self.ops.kda_decode(q[:n], k[:n], v[:n], g[:n], beta[:n], batch.slots[:n], state))
-        if batch.prefill:
-            tokens = (q[n:], k[n:], v[n:], g[n:], beta[n:])
-            parts.append(self.ops.kda_prefill(*tokens, batch.prefill, batch.slots[n:], state))
-        return torch.cat(parts)
+            parts.append(ops.kda_decode(*(t[:n] for t in tokens), slots[:n], cache.state))
+        if prompts:
+            parts.append(ops.kda_prefill(*(t[n:] for t in tokens), prompts, slots[n:], cache.state))
+        return ops.gated_rms_norm(torch.cat(parts), inputs.gate, self.o_norm.weight, self.eps)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -18,7 +19,10 @@ Op = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ops:
-    """Every operation that layers and the sampler call. Contracts are in `ops/<folder>/spec.py`."""
+    """Every operation that layers and the sampler call. Contracts are in `ops/<folder>/spec.py`.
+
+    `kda_step` None: the layer runs the separate operations that it would fuse.
+    """
 
     linear: Op
     batched_linear: Op
@@ -29,6 +33,7 @@ class Ops:
     log_decay: Op
     kda_decode: Op
     kda_prefill: Op
+    kda_step: Op | None
     mla_decode: Op
     mla_prefill: Op
     sigmoid_gate: Op
@@ -130,6 +135,8 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         _REFERENCE,
         _DETERMINISTIC,
     ),
+    # its bits differ from those of prompt tokens, which run the chain
+    "kda_step": (_triton(_kda_heads, batch_invariant=False), Implementation(name="chain", batch_invariant=True)),
     "mla_decode": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
     "mla_prefill": (Implementation(name="sdpa", device="cuda"), _triton(_latent), _REFERENCE, _DETERMINISTIC),
     "sigmoid_gate": (_triton(), _INVARIANT_REFERENCE),
@@ -202,6 +209,6 @@ def _choose(
     raise AssertionError(f"{name}: some implementation must run anywhere")
 
 
-def _load(name: str, implementation: str) -> Callable:
+def _load(name: str, implementation: str) -> Any:
     module = import_module(f"anabranch.ops.{_FOLDERS.get(name, name)}.{implementation}")
     return getattr(module, name)

@@ -5,8 +5,8 @@ import torch
 
 from anabranch.ops.conv.triton import conv
 from anabranch.ops.kda_decode.triton import kda_decode
-from anabranch.ops.kda_decode.triton_fused import kda_decode_fused
 from anabranch.ops.kda_prefill.triton import kda_prefill
+from anabranch.ops.kda_step.triton import kda_step
 from anabranch.ops.mla.triton import mla_decode
 from anabranch.ops.segments import Segments
 
@@ -41,7 +41,7 @@ def test_delta_rule(compiled, heads, state_dtype):
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_fused_decode_step(compiled, heads, state_dtype, lower_bound):
     width = heads * D
-    kda_decode_fused(
+    kda_step(
         meta(BATCH, 5 * width)[:, : 3 * width],
         meta(SLOTS, 3, 3 * width),
         meta(3 * width, 4, dtype=torch.float32),

@@ -15,11 +15,11 @@ from anabranch.ops.conv.triton import conv
 from anabranch.ops.kda_decode import reference as decode_reference
 from anabranch.ops.kda_decode.spec import KDA_DECODE
 from anabranch.ops.kda_decode.triton import kda_decode
-from anabranch.ops.kda_decode.triton_fused import kda_decode_fused
 from anabranch.ops.kda_gate.reference import log_decay
 from anabranch.ops.kda_prefill import reference as prefill_reference
 from anabranch.ops.kda_prefill.spec import KDA_PREFILL
 from anabranch.ops.kda_prefill.triton import kda_prefill
+from anabranch.ops.kda_step.triton import kda_step
 from anabranch.ops.mla import reference as mla_reference
 from anabranch.ops.mla import sdpa
 from anabranch.ops.mla.spec import MLA_DECODE, MLA_PREFILL
@@ -133,7 +133,7 @@ def test_fused_decode_step(heads, state_dtype, bound):
 
     def fused(qkv, forget, beta, gate, history, state, slots=slots):
         shared = (bias, a_log, bound, norm, 1e-5)
-        return kda_decode_fused(qkv, history, weight, forget, beta, gate, *shared, slots, state)
+        return kda_step(qkv, history, weight, forget, beta, gate, *shared, slots, state)
 
     chain_history, chain_state = history.clone(), state.clone()
     mixed = conv_reference.conv(qkv, segments(1, 1, 1, 1), slots, chain_history, weight)

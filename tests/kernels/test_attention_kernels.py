@@ -13,11 +13,11 @@ from anabranch.ops.conv.triton import conv
 from anabranch.ops.kda_decode import reference as decode_reference
 from anabranch.ops.kda_decode.spec import KDA_DECODE
 from anabranch.ops.kda_decode.triton import kda_decode
-from anabranch.ops.kda_decode.triton_fused import kda_decode_fused
 from anabranch.ops.kda_gate.reference import log_decay
 from anabranch.ops.kda_prefill import reference as prefill_reference
 from anabranch.ops.kda_prefill.spec import KDA_PREFILL
 from anabranch.ops.kda_prefill.triton import kda_prefill
+from anabranch.ops.kda_step.triton import kda_step
 from anabranch.ops.mla import reference as mla_reference
 from anabranch.ops.mla import sdpa
 from anabranch.ops.mla import triton as mla
@@ -101,7 +101,7 @@ class FusedInputs:
     def fused(self, slots: torch.Tensor, at: slice = slice(None)) -> torch.Tensor:
         qkv, forget, beta, gate = (t[at] for t in self.rows)
         shared = (self.bias, self.a_log, self.bound, self.norm, 1e-5)
-        return kda_decode_fused(qkv, self.history, self.weight, forget, beta, gate, *shared, slots, self.state)
+        return kda_step(qkv, self.history, self.weight, forget, beta, gate, *shared, slots, self.state)
 
     def chain(self, slots: torch.Tensor) -> torch.Tensor:
         qkv, forget, beta, gate = self.rows

@@ -15,7 +15,7 @@ TAPS = 4
 WARPS = 4
 
 
-def kda_decode_fused(
+def kda_step(
     qkv: torch.Tensor,
     conv_pool: torch.Tensor,
     conv_weight: torch.Tensor,
