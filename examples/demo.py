@@ -22,7 +22,7 @@ from anabranch.models.tiny import init_checkpoint
 from anabranch.parallel.layout import Layout
 
 PROMPTS = ["An anabranch leaves the river", "and joins it again further down.", "河", "x"]
-GREEDY = SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True)
