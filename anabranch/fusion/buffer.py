@@ -1,6 +1,6 @@
 """One physical weight buffer for projections that share an input, with a zero-copy view for every use of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,41 @@ class Segment:
     rows: int
 
 
-class MergedWeight(nn.Module):
+class NamedViews(nn.Module):
+    """A module whose state dict holds named live views of its buffers instead of the buffers themselves."""
+
+    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name below this module, live view) of every tensor that a checkpoint knows."""
+        raise AssertionError(f"{type(self).__name__} names no views")
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        for name, view in self.views():
+            destination[prefix + name] = view if keep_vars else view.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict,
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        expected = dict(self.views())
+        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k[len(prefix) :] not in expected]
+        for name, view in expected.items():
+            given = state_dict.get(prefix + name)
+            if given is None:
+                missing_keys.append(prefix + name)
+            elif given.shape != view.shape:
+                error_msgs.append(f"{prefix}{name}: shape {tuple(given.shape)}, need {tuple(view.shape)}")
+            else:
+                with torch.no_grad():
+                    view.copy_(given)
+
+
+class MergedWeight(NamedViews):
     """A [rows, *row_shape] buffer made of named row segments and zero rows up to a multiple of `pad_to`.
 
     The buffer is the one parameter; each segment is a live view, so an in-place update of either is seen by both.
@@ -55,30 +89,13 @@ class MergedWeight(nn.Module):
         """Number of rows in `rows(first, last)`."""
         return self._span[last or first][1] - self._span[first][0]
 
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
         for segment in self.segments:
-            view = self.rows(segment.name)
-            destination[f"{_parent(prefix)}{segment.name}.weight"] = view if keep_vars else view.detach()
+            yield f"{segment.name}.weight", self.rows(segment.name)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict,
-        prefix: str,
-        local_metadata: dict,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        for segment in self.segments:
-            view, key = self.rows(segment.name), f"{prefix}{segment.name}.weight"
-            if key not in state_dict:
-                missing_keys.append(f"{_parent(prefix)}{segment.name}.weight")
-            elif state_dict[key].shape != view.shape:
-                error_msgs.append(f"{key}: shape {tuple(state_dict[key].shape)}, need {tuple(view.shape)}")
-            else:
-                with torch.no_grad():
-                    view.copy_(state_dict[key])
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        # the segments are known as modules of the parent: `a.b.in_proj.` -> `a.b.`
+        super()._save_to_state_dict(destination, prefix[: prefix[:-1].rfind(".") + 1], keep_vars)
 
 
 class MergedOwner(nn.Module):
@@ -92,8 +109,3 @@ class MergedOwner(nn.Module):
                     if key in state_dict:  # torch hands a child only the keys below its own name
                         state_dict[f"{prefix}{child_name}.{segment.name}.weight"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def _parent(prefix: str) -> str:
-    """`a.b.c.` -> `a.b.`"""
-    return prefix[: prefix[:-1].rfind(".") + 1]

@@ -5,13 +5,17 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from anabranch.fusion.buffer import NamedViews
 from anabranch.layers.build import Build
 from anabranch.layers.linear import frozen, share
 from anabranch.ops.mxfp4.reference import GROUP, dequantize
 
 
-class _Experts(nn.Module):
-    """Local experts `first .. first + count`: whole experts over ep, their inner width over tp / ep."""
+class _Experts(NamedViews):
+    """Local experts `first .. first + count`: whole experts over ep, their inner width over tp / ep.
+
+    Views are named as checkpoints name experts: w1 gate, w3 up, w2 down.
+    """
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -21,36 +25,6 @@ class _Experts(nn.Module):
         self.first = parallel.ep_rank * self.count
         self.inner = share(config.moe.intermediate_size, parallel.moe_tp_size, "moe_intermediate_size")
         self.width = config.moe.latent_size or config.hidden_size
-
-    def views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name below `experts.`, live view) of every tensor; w1 gate, w3 up, w2 down."""
-        raise AssertionError("implemented by the storage classes")
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        for name, view in self.views():
-            destination[prefix + name] = view if keep_vars else view.detach()
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict,
-        prefix: str,
-        local_metadata: dict,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        expected = dict(self.views())
-        unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k[len(prefix) :] not in expected]
-        for name, view in expected.items():
-            given = state_dict.get(prefix + name)
-            if given is None:
-                missing_keys.append(prefix + name)
-            elif given.shape != view.shape:
-                error_msgs.append(f"{prefix}{name}: shape {tuple(given.shape)}, need {tuple(view.shape)}")
-            else:
-                with torch.no_grad():
-                    view.copy_(given)
 
 
 class PlainExperts(_Experts):
