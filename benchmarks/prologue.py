@@ -18,6 +18,7 @@ from anabranch.fusion.prologue import EQUALITY, Path, kda_paths, mla_paths
 from anabranch.layers.build import Build
 from anabranch.layers.kda import KdaLayer
 from anabranch.layers.mla import MlaLayer
+from anabranch.ops.linear.spec import floor as linear_floor
 from anabranch.ops.registry import select
 from anabranch.parallel.collectives import SingleRank
 from anabranch.parallel.layout import Layout
@@ -68,7 +69,8 @@ def rotate(path: Path, layers: list, x: torch.Tensor, calls: int) -> None:
 def bench(case: str, kind: str, config: ModelConfig, layout: Layout, where: dict, rows: tuple[int, ...]) -> None:
     make, paths = (KdaLayer, kda_paths(config.kda.full_rank_gate)) if kind == "kda" else (MlaLayer, mla_paths(True))
     first = filled(make(build(config, layout)))
-    read = sum(b.numel() * 2 for b in (first.in_proj.buffer, *([first.second.buffer] if kind == "kda" else [])))
+    buffers = [first.in_proj.buffer, *([first.second.buffer] if kind == "kda" else [])]
+    read = sum(b.numel() * 2 for b in buffers)
     layers = [first] + [filled(make(build(config, layout))) for _ in range(max(1, SETS_BYTES // read))]
     for m in rows:
         x = torch.randn(m, config.hidden_size, device="cuda", dtype=torch.bfloat16)
@@ -81,7 +83,8 @@ def bench(case: str, kind: str, config: ModelConfig, layout: Layout, where: dict
                 times[name] += time_graph(run, calls, samples=7)
         base, again = median(times["separate"]), median(times["separate again"])
         spread = abs(base - again) / base * 100
-        floor = floor_us(read + x.numel() * 2)
+        floors = [linear_floor(m, *b.shape) for b in buffers]
+        floor = floor_us(sum(f.bytes for f in floors), sum(f.flops for f in floors))
         line = [f"{case} {kind} M={m:4d} A/A {spread:4.1f} %"]
         for name in paths:
             us = median(times[name])

@@ -1,7 +1,7 @@
 """Whole-model decode and prefill of the Kimi-Linear-48B shape on one GPU, in process, with honest dummy weights.
 
 TPOT is the host's time around `Engine.step` over the steps in which every request decodes; TTFT runs from `add` to the
-first token. Prompts are random distinct tokens; experts touched are counted on the first decode step's routing.
+first token. Prompts are random tokens; the floor assumes a uniform router (see `floor_ms`).
 """
 
 import argparse
@@ -10,16 +10,34 @@ import statistics
 import time
 
 import torch
-from common import ROOT, append_row, provenance
+from common import ROOT, append_row, floor_us, provenance
 
 from anabranch.config.fusion import FusionConfig
 from anabranch.engine.llm import LLM
 from anabranch.engine.sampling import SamplingParams
+from anabranch.layers.experts import PlainExperts
+from anabranch.ops.kda_decode.spec import floor as state_floor
 
 CONFIG = ROOT / "tests/data/configs/kimi_linear_48b_config.json"
 RESULTS = ROOT / "benchmarks/results"
-# active weights + fp32 state in and out + latent rows, at the 4.3 TB/s that a device copy reaches; the peer's method
-FLOOR_MS = {1: 1.47, 8: 5.85, 32: 15.45, 64: 21.22, 128: 25.14}
+
+
+def floor_ms(llm: LLM, batch: int, context: int) -> float:
+    """Least time of a decode step: weights it must read, fp32 state in and out, latent rows, over copy bandwidth.
+
+    A uniform router is assumed, which dummy weights come close to: E * (1 - (1 - k/E)^batch) experts a layer.
+    """
+    config, moe = llm.model.config, llm.model.config.moe
+    assert moe is not None
+    experts = [m for m in llm.model.modules() if isinstance(m, PlainExperts)]
+    stacked = sum(p.numel() * p.element_size() for m in experts for p in m.parameters())
+    everything = sum(p.numel() * p.element_size() for p in llm.model.parameters())
+    embedding = llm.model.model.embed_tokens.weight
+    touched = 1 - (1 - moe.top_k / moe.experts) ** batch
+    weights = everything - stacked - embedding.numel() * embedding.element_size() + touched * stacked
+    state = config.layer_count("kda") * state_floor(batch, config.kda.heads, config.kda.head_dim).bytes
+    latent = batch * context * llm.engine.runner.cache.shape.bytes_per_token
+    return floor_us(weights + state + latent) / 1e3
 
 
 def prompt(length: int, vocab: int, rng: random.Random) -> list[int]:
@@ -55,6 +73,36 @@ def first_token(llm: LLM, tokens_in: int, rng: random.Random) -> float:
     return request.first_token - request.arrived
 
 
+def bench_prefill(llm: LLM, tokens_in: int, repeats: int, where: dict, rng: random.Random) -> None:
+    first_token(llm, tokens_in, rng)
+    samples = [first_token(llm, tokens_in, rng) * 1e6 for _ in range(max(2, repeats))]
+    us = statistics.median(samples)
+    print(f"prefill {tokens_in:6d}: TTFT {us / 1e3:8.1f} ms, {tokens_in / us * 1e6:9.0f} tok/s", flush=True)
+    row = {"bench": "prefill", "case": {"tokens": tokens_in}, "us": samples, "us_median": us}
+    append_row(RESULTS / "prefill.jsonl", where | row)
+
+
+def bench_decode(llm: LLM, batch: int, tokens_out: int, repeats: int, where: dict, rng: random.Random) -> None:
+    context = 1024
+    runs = [decode(llm, batch, context, tokens_out, rng) for _ in range(repeats)]
+    means, floor = [statistics.mean(r) * 1e3 for r in runs], floor_ms(llm, batch, context)
+    shown = ", ".join(f"{m:.2f}" for m in means)
+    print(f"decode batch {batch:4d}: TPOT {shown} ms, {min(means) / floor:.2f}x floor", flush=True)
+    samples = [s * 1e6 for r in runs for s in r]
+    row = {
+        "bench": "decode_step",
+        "case": {"batch": batch, "context": context, "out": tokens_out, "dtype": "bfloat16"},
+        "us": samples,
+        "us_median": statistics.median(samples),
+        "tpot_ms": means,
+        "floor_us": floor * 1e3,
+        "graph_replays": dict(llm.engine.runner.graph_replays),
+        "eager_steps": dict(llm.engine.runner.eager_steps),
+        "ops": {name: how for name, (how, _) in llm.model.selection.chosen.items()},
+    }
+    append_row(RESULTS / "decode_step.jsonl", where | row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 64, 128])
@@ -87,36 +135,9 @@ def main() -> None:
     mode = "deterministic" if args.deterministic else "eager" if args.eager else "graphs"
     arm = ", ".join([mode, args.fusion, *args.op])
     for tokens_in in args.prefills:
-        first_token(llm, tokens_in, rng)
-        samples = [first_token(llm, tokens_in, rng) * 1e6 for _ in range(max(2, args.repeats))]
-        us = statistics.median(samples)
-        print(f"prefill {tokens_in:6d}: TTFT {us / 1e3:8.1f} ms, {tokens_in / us * 1e6:9.0f} tok/s", flush=True)
-        append_row(
-            RESULTS / "prefill.jsonl",
-            {**where, "bench": "prefill", "case": {"tokens": tokens_in}, "arm": arm, "us": samples, "us_median": us},
-        )
+        bench_prefill(llm, tokens_in, args.repeats, where | {"arm": arm}, rng)
     for batch in args.batches:
-        runs = [decode(llm, batch, 1024, args.tokens_out, rng) for _ in range(args.repeats)]
-        medians = [statistics.mean(r) * 1e3 for r in runs]
-        floor = FLOOR_MS.get(batch)
-        ratio = f", {min(medians) / floor:.2f}x floor" if floor else ""
-        print(f"decode batch {batch:4d}: TPOT {', '.join(f'{m:.2f}' for m in medians)} ms{ratio}", flush=True)
-        append_row(
-            RESULTS / "decode_step.jsonl",
-            {
-                **where,
-                "bench": "decode_step",
-                "case": {"batch": batch, "context": 1024, "out": args.tokens_out, "dtype": "bfloat16"},
-                "arm": arm,
-                "us": [s * 1e6 for r in runs for s in r],
-                "us_median": statistics.median(s * 1e6 for r in runs for s in r),
-                "tpot_ms": medians,
-                "floor_us": floor and floor * 1e3,
-                "graph_replays": dict(llm.engine.runner.graph_replays),
-                "eager_steps": dict(llm.engine.runner.eager_steps),
-                "ops": {name: how for name, (how, _) in llm.model.selection.chosen.items()},
-            },
-        )
+        bench_decode(llm, batch, args.tokens_out, args.repeats, where | {"arm": arm}, rng)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """What really ran, by name. Tests and benchmarks assert these, so that a path is never believed on its word."""
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _counts: Counter[str] = Counter()
+_here = threading.local()
 
 
 def add(name: str, amount: int = 1) -> None:
     """Count one event, e.g. `kda.split` (a prologue ran that path) or `kda.gemm` (one GEMM of a prologue)."""
-    _counts[name] += amount
+    if not getattr(_here, "paused", False):
+        _counts[name] += amount
 
 
 def snapshot() -> dict[str, int]:
@@ -19,11 +22,12 @@ def snapshot() -> dict[str, int]:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Nothing that the block adds is kept: for dry runs."""
-    before = _counts.copy()
-    yield
-    _counts.clear()
-    _counts.update(before)
+    """Nothing that this thread does in the block is counted: for dry runs beside a working engine."""
+    _here.paused = True
+    try:
+        yield
+    finally:
+        _here.paused = False
 
 
 @contextmanager

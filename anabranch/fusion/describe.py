@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from anabranch.config.model import LayerKind, ModelConfig
+from anabranch.fusion import counters
 from anabranch.fusion.buffer import MergedWeight
 from anabranch.fusion.plan import Choice
 from anabranch.fusion.prologue import KdaWeights, MlaWeights, Path, Prologue, kda_paths, mla_paths
@@ -122,7 +123,8 @@ def _dry_run(path: Path, weights: KdaWeights | MlaWeights, buffers: tuple[Merged
         return result
 
     x = buffers[0].buffer.new_empty(_TOKENS, buffers[0].buffer.shape[1])
-    outputs = path.run(replace(weights, ops=replace(weights.ops, linear=record, batched_linear=record)), x)
+    with counters.paused():
+        outputs = path.run(replace(weights, ops=replace(weights.ops, linear=record, batched_linear=record)), x)
     assert len(calls) == path.gemms, f"{path.name}: {len(calls)} GEMMs, registered {path.gemms}"
     names = [_gemm_name(weight, source.shape[-1], buffers) for source, weight, _ in calls]
     readers = [(f.name, getattr(outputs, f.name)) for f in fields(outputs)]

@@ -74,3 +74,12 @@ def test_a_dry_run_is_held_against_the_registered_count(monkeypatch):
     monkeypatch.setitem(KDA_FULL_RANK, "whole", replace(KDA_FULL_RANK["whole"], gemms=3))
     with pytest.raises(AssertionError, match="whole: 2 GEMMs, registered 3"):
         describe(prologue, choice, config)
+
+
+def test_a_dry_run_is_not_counted_as_work():
+    config = parse_model_config(small_k3())
+    [(prologue, choice), _] = prologues(meta_model(config, TP2, 0, torch.bfloat16, FusionConfig()))
+    with counters.counting() as ran:
+        describe(prologue, choice, config)
+        counters.add("real work")
+    assert ran == {"real work": 1}

@@ -13,16 +13,17 @@ from anabranch.ops.conv.triton import conv
 from anabranch.ops.kda_decode import reference as decode_reference
 from anabranch.ops.kda_decode.spec import KDA_DECODE
 from anabranch.ops.kda_decode.triton import kda_decode
-from anabranch.ops.kda_gate.reference import log_decay
 from anabranch.ops.kda_prefill import reference as prefill_reference
 from anabranch.ops.kda_prefill.spec import KDA_PREFILL
 from anabranch.ops.kda_prefill.triton import kda_prefill
+from anabranch.ops.kda_step import reference as step_reference
+from anabranch.ops.kda_step.spec import KDA_STEP
 from anabranch.ops.kda_step.triton import kda_step
 from anabranch.ops.mla import reference as mla_reference
 from anabranch.ops.mla import sdpa
 from anabranch.ops.mla import triton as mla
 from anabranch.ops.mla.spec import MLA_DECODE, MLA_PREFILL
-from anabranch.ops.norm.reference import gated_rms_norm, l2_norm
+from anabranch.ops.norm.reference import l2_norm
 from anabranch.ops.segments import Segments
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,11 +106,8 @@ class FusedInputs:
 
     def chain(self, slots: torch.Tensor) -> torch.Tensor:
         qkv, forget, beta, gate = self.rows
-        mixed = conv_reference.conv(qkv, Segments.of([1] * len(slots)), slots, self.history, self.weight)
-        q, k, v = (part.unflatten(-1, (H, D)) for part in mixed.split(H * D, -1))
-        g = log_decay(forget.unflatten(-1, (H, D)), self.bias, self.a_log, self.bound)
-        o = decode_reference.kda_decode(l2_norm(q), l2_norm(k), v, g, torch.sigmoid(beta.float()), slots, self.state)
-        return gated_rms_norm(o, gate, self.norm, 1e-5)
+        shared = (self.bias, self.a_log, self.bound, self.norm, 1e-5)
+        return step_reference.kda_step(qkv, self.history, self.weight, forget, beta, gate, *shared, slots, self.state)
 
 
 @DTYPES
@@ -123,8 +121,8 @@ def test_fused_decode_step_equals_the_chain(dtype, state_dtype, bound):
     two = FusedInputs(3, dtype, state_dtype, bound)
     before = one.history.clone()
     got, want = one.fused(slots), two.chain(slots)
-    KDA_PREFILL.equality.check(got, want, "y")
-    KDA_PREFILL.equality.check(one.state, two.state, "state")
+    KDA_STEP.equality.check(got, want, "y")
+    KDA_STEP.equality.check(one.state, two.state, "state")
     assert torch.equal(one.history, two.history)
     assert torch.equal(one.history[1:4], before[1:4])
     assert not got[1].any()

@@ -1,6 +1,6 @@
 """Contract of the short convolution. T packed tokens of B segments, C channels (q|k|v), K taps."""
 
-from anabranch.ops.spec import Floor, OpSpec, tolerance
+from anabranch.ops.spec import OpSpec, tolerance
 
 CONV = OpSpec(
     name="conv",
@@ -16,9 +16,3 @@ CONV = OpSpec(
     equality=tolerance(1e-6, 8e-3),
     source="model_spec section 4.2",
 )
-
-
-def floor(tokens: int, channels: int, segments: int, taps: int = 4, itemsize: int = 2) -> Floor:
-    """Read and write every row once, and the history rows of every segment once each."""
-    rows = 2 * tokens + 2 * segments * (taps - 1)
-    return Floor(bytes=rows * channels * itemsize + channels * taps * 4, flops=2 * taps * tokens * channels)

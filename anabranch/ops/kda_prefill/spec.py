@@ -1,6 +1,6 @@
 """Contract of the prefill form. T packed tokens of B segments, H local heads, D channels."""
 
-from anabranch.ops.spec import Floor, OpSpec, tolerance
+from anabranch.ops.spec import OpSpec, tolerance
 
 KDA_PREFILL = OpSpec(
     name="kda_prefill",
@@ -18,9 +18,3 @@ KDA_PREFILL = OpSpec(
     equality=tolerance(3e-6, 1.5e-2),
     source="model_spec section 4.7; arXiv 2510.26692",
 )
-
-
-def floor(tokens: int, heads: int, segments: int, dim: int = 128, itemsize: int = 2) -> Floor:
-    """q, k, v, g read and o written once, states in and out once; FLOPs of the chunk-64 form."""
-    moved = 5 * tokens * heads * dim * itemsize + 2 * segments * heads * dim * dim * 4
-    return Floor(bytes=moved, flops=180_224 * tokens * heads * dim // 128)

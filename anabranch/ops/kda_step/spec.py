@@ -1,6 +1,5 @@
 """Contract of the fused decode step. B requests, H local heads, D channels, P = H * D."""
 
-from anabranch.ops.kda_decode.spec import floor
 from anabranch.ops.spec import OpSpec, tolerance
 
 KDA_STEP = OpSpec(
@@ -20,5 +19,3 @@ KDA_STEP = OpSpec(
     equality=tolerance(2e-6, 1.6e-2),
     source="model_spec sections 4.2 to 4.9",
 )
-
-__all__ = ["KDA_STEP", "floor"]

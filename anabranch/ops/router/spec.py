@@ -12,6 +12,7 @@ ROUTER = OpSpec(
     },
     outputs={"weights": "fp32 [T, k]", "experts": "int64 [T, k]"},
     constraints=("logits are never rounded below fp32", "a group scores the sum of its two largest biased scores"),
-    equality=tolerance(1e-6, 1e-6),
+    # a logit is a sum over the hidden width in another order; the sigmoid and the renormalisation pass it on
+    equality=tolerance(5e-6, 5e-6),
     source="model_spec section 6.2; DeepSeek-V3 noaux_tc, arXiv 2412.19437",
 )
