@@ -140,7 +140,9 @@ class KimiForCausalLM(nn.Module):
         super().__init__()
         self.config, self.parallel, self.dtype = config, parallel or ParallelConfig(), dtype
         self.plan = make_plan(config, fusion or FusionConfig(), str(dtype).removeprefix("torch."))
-        self.selection = select(config, torch.device(device or "cpu"), deterministic=deterministic, wishes=ops)
+        self.selection = select(
+            config, torch.device(device or "cpu"), dtype=dtype, deterministic=deterministic, wishes=ops
+        )
         self.ops, self.deterministic = self.selection.ops, deterministic
         build = Build(
             config=config,

@@ -66,16 +66,23 @@ class Implementation:
     """One way to run an operation, in the module `ops/<folder>/<name>.py`.
 
     `batch_invariant`: a row's bits do not depend on the other rows, so deterministic mode may use it. `fits` says
-    whether a model's shapes are ones it was made for.
+    whether a model's shapes are ones it was made for, `dtypes` names the model dtypes it computes in.
     """
 
     name: str
     batch_invariant: bool = False
     device: str | None = None
     package: str | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
     fits: Callable[[ModelConfig], Verdict] | None = None
 
-    def verdict(self, config: ModelConfig | None, device: torch.device, deterministic: bool) -> Verdict:
+    def verdict(
+        self,
+        config: ModelConfig | None,
+        device: torch.device,
+        deterministic: bool,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Verdict:
         """Whether this implementation may run here."""
         if deterministic and not self.batch_invariant:
             return Verdict(False, "not batch-invariant")
@@ -83,6 +90,8 @@ class Implementation:
             return Verdict(False, f"needs {self.device}")
         if self.package is not None and find_spec(self.package) is None:
             return Verdict(False, f"needs the package {self.package}")
+        if self.dtypes is not None and dtype not in self.dtypes:
+            return Verdict(False, f"does not compute in {str(dtype).removeprefix('torch.')}")
         if self.fits is not None and config is not None and not (verdict := self.fits(config)).ok:
             return verdict
         return Verdict(True, "first that fits")
@@ -96,6 +105,12 @@ def _tile(name: str, value: int) -> Verdict:
 
 def _kda_heads(config: ModelConfig) -> Verdict:
     return _tile("the KDA head_dim", config.kda.head_dim)
+
+
+def _four_taps(config: ModelConfig) -> Verdict:
+    if config.kda.conv_size != 4:
+        return Verdict(False, f"needs short_conv_kernel_size=4, it is {config.kda.conv_size}")
+    return _kda_heads(config)
 
 
 def _latent(config: ModelConfig) -> Verdict:
@@ -130,13 +145,15 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "log_decay": (_INVARIANT_REFERENCE,),
     "kda_decode": (_triton(_kda_heads), _REFERENCE, _DETERMINISTIC),
     "kda_prefill": (
-        Implementation(name="fla", device="cuda", package="fla", fits=_kda_heads),
+        Implementation(
+            name="fla", device="cuda", package="fla", dtypes=(torch.bfloat16, torch.float16), fits=_kda_heads
+        ),
         _triton(_kda_heads),
         _REFERENCE,
         _DETERMINISTIC,
     ),
     # its bits differ from those of prompt tokens, which run the chain
-    "kda_step": (_triton(_kda_heads, batch_invariant=False), Implementation(name="chain", batch_invariant=True)),
+    "kda_step": (_triton(_four_taps, batch_invariant=False), Implementation(name="chain", batch_invariant=True)),
     "mla_decode": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
     "mla_prefill": (Implementation(name="sdpa", device="cuda"), _triton(_latent), _REFERENCE, _DETERMINISTIC),
     "sigmoid_gate": (_triton(), _INVARIANT_REFERENCE),
@@ -163,6 +180,7 @@ def select(
     config: ModelConfig | None,
     device: torch.device,
     *,
+    dtype: torch.dtype = torch.bfloat16,
     deterministic: bool = False,
     wishes: Mapping[str, str] | None = None,
 ) -> Selection:
@@ -179,7 +197,7 @@ def select(
     for name in wishes:
         if name not in OP_NAMES:
             raise ValueError(f"op {name!r} is unknown; accepted: {', '.join(OP_NAMES)}")
-    chosen = {name: _choose(name, wishes.get(name), config, device, deterministic) for name in OP_NAMES}
+    chosen = {name: _choose(name, wishes.get(name), config, device, deterministic, dtype) for name in OP_NAMES}
     if deterministic:
         for one, other in _PAIRS:
             if chosen[one][0] != chosen[other][0]:
@@ -190,19 +208,24 @@ def select(
 
 
 def _choose(
-    name: str, wish: str | None, config: ModelConfig | None, device: torch.device, deterministic: bool
+    name: str,
+    wish: str | None,
+    config: ModelConfig | None,
+    device: torch.device,
+    deterministic: bool,
+    dtype: torch.dtype,
 ) -> tuple[str, str]:
     candidates = {i.name: i for i in IMPLEMENTATIONS[name]}
     if wish is not None:
         if wish not in candidates:
             raise ValueError(f"op {name}={wish}: accepted are {', '.join(candidates)}")
-        verdict = candidates[wish].verdict(config, device, deterministic)
+        verdict = candidates[wish].verdict(config, device, deterministic, dtype)
         if not verdict.ok:
             raise ValueError(f"op {name}={wish} cannot be honoured: {verdict.reason}")
         return wish, "asked for"
     refused = []
     for implementation in candidates.values():
-        verdict = implementation.verdict(config, device, deterministic)
+        verdict = implementation.verdict(config, device, deterministic, dtype)
         if verdict.ok:
             return implementation.name, "; ".join([verdict.reason, *refused])
         refused.append(f"{implementation.name}: {verdict.reason}")

@@ -1,5 +1,7 @@
 """Choosing operations: first that fits, wishes honoured or refused by name, deterministic pairs kept together."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.oracle import model_config
@@ -47,3 +49,12 @@ def test_forms_of_one_layer_are_not_mixed_in_deterministic_mode(monkeypatch):
     monkeypatch.setattr(registry, "IMPLEMENTATIONS", pair)
     with pytest.raises(ValueError, match="mla_decode=deterministic with mla_prefill=reference: deterministic mode"):
         select(CONFIG, CPU, deterministic=True)
+
+
+def test_a_dtype_or_tap_count_that_a_kernel_does_not_take_is_refused():
+    fla, step = IMPLEMENTATIONS["kda_prefill"][0], IMPLEMENTATIONS["kda_step"][0]
+    anywhere = replace(fla, package=None)
+    assert anywhere.verdict(CONFIG, CUDA, False, torch.bfloat16).ok
+    assert anywhere.verdict(CONFIG, CUDA, False, torch.float32).reason == "does not compute in float32"
+    other = replace(CONFIG, kda=replace(CONFIG.kda, conv_size=3))
+    assert replace(step, package=None).verdict(other, CUDA, False).reason == "needs short_conv_kernel_size=4, it is 3"
