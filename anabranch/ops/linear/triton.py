@@ -1,5 +1,6 @@
-"""The batch-invariant matrix product: one sequential K loop for every shape, so bits depend on a row of x, a row of w
-and K alone.
+"""The batch-invariant matrix product: K in four fixed segments (one where 256 does not divide it), summed as
+(s0 + s1) + (s2 + s3), for every shape. Bits depend on a row of x, a row of w and K alone, and equal those of
+ops/skinny_gemm.
 
 The product is formed transposed, 64 or more rows of w against a tile of tokens. A bf16 tile of any token count then
 runs on the same instruction family (wgmma, 16 columns of K a step, in ascending order), and neither the tile sizes nor
@@ -9,6 +10,8 @@ the zeros of a masked tail change the order of addition of an element. See spec.
 import torch
 import triton
 import triton.language as tl
+
+SEGMENTS, BLOCK = 4, 64  # as ops/skinny_gemm sums
 
 
 @triton.jit
@@ -49,17 +52,30 @@ def _linear(
     R: tl.constexpr,
     K: tl.constexpr,
     EVEN: tl.constexpr,
+    SEGMENTS: tl.constexpr,
 ):
     group = tl.program_id(2).to(tl.int64)
     token, row = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1) * R + tl.arange(0, R)
     inside, known = token < tokens, tl.minimum(row, rows - 1)
-    total = tl.zeros((R, T), tl.float32)
-    for start in range(0, columns, K):
-        a = weight_tile(w + group * w_group, known, start, columns, w_stride, K, EVEN)
-        b = token_tile(x + group * x_group, token, inside, start, columns, x_stride, K, EVEN)
-        total = tl.dot(a, b, total, input_precision="ieee")
+    front, back = tl.zeros((R, T), tl.float32), tl.zeros((R, T), tl.float32)
+    for segment in range(SEGMENTS):
+        total = tl.zeros((R, T), tl.float32)
+        for start in range(segment * (columns // SEGMENTS), (segment + 1) * (columns // SEGMENTS), K):
+            a = weight_tile(w + group * w_group, known, start, columns, w_stride, K, EVEN)
+            b = token_tile(x + group * x_group, token, inside, start, columns, x_stride, K, EVEN)
+            total = tl.dot(a, b, total, input_precision="ieee")
+        if SEGMENTS == 1 or segment < SEGMENTS // 2:
+            front += total
+        else:
+            back += total
+    total = front + back
     at = y + (group * tokens + token.to(tl.int64))[None, :] * rows + row[:, None]
     tl.store(at, total.to(y.dtype.element_ty), mask=inside[None, :] & (row < rows)[:, None])
+
+
+def segments(columns: int) -> int:
+    """The fixed parts that K is summed in: a function of K alone."""
+    return SEGMENTS if columns % (SEGMENTS * BLOCK) == 0 else 1
 
 
 def gemm_tile(tokens: int, dtype: torch.dtype) -> dict[str, int]:
@@ -80,7 +96,11 @@ def batched_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         tile = gemm_tile(tokens, x.dtype)
         grid = (triton.cdiv(tokens, tile["T"]), triton.cdiv(rows, tile["R"]), groups)
         strides = (x.stride(0), x.stride(1), w.stride(0), w.stride(1))
-        _linear[grid](x, w, y, tokens, rows, columns, *strides, **tile, EVEN=columns % tile["K"] == 0)
+        parts = segments(columns)
+        if columns // parts % tile["K"]:
+            tile["K"] = min(tile["K"], BLOCK)
+        even = columns % tile["K"] == 0
+        _linear[grid](x, w, y, tokens, rows, columns, *strides, **tile, EVEN=even, SEGMENTS=parts)
     return y
 
 

@@ -1,0 +1,3 @@
+"""Where there is no one-launch prologue, its products stay apart."""
+
+gemm_low_rank = None
