@@ -4,7 +4,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 
-from anabranch.engine.cache import pages_for
+from anabranch.engine.cache import PAGE
+from anabranch.engine.limits import Limits
 from anabranch.engine.request import Request
 from anabranch.engine.runner import Result, Runner
 from anabranch.engine.sampler import Sampled
@@ -30,21 +31,15 @@ class Engine:
         prefill_chunk: int,
         prefix_cache: bool = True,
     ) -> None:
-        self.runner, self.eos_ids, self.max_context = runner, frozenset(eos_ids), max_context
+        self.runner, self.eos_ids = runner, frozenset(eos_ids)
+        self.limits = Limits(vocab=runner.vocab, context=max_context, cache=runner.cache.pages * PAGE)
         self.scheduler = Scheduler(runner.cache, prefill_chunk, prefix_cache)
         self.finished: Counter[str] = Counter()
         self.prompt_tokens = self.generation_tokens = self.nonfinite = 0
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the prompt is empty, or prompt plus answer can never fit."""
-        asked = f"prompt of {len(request.prompt)} tokens plus max_tokens={request.params.max_tokens}"
-        if not request.prompt:
-            raise ValueError("the prompt has no tokens; need at least 1")
-        if request.limit > self.max_context:
-            raise ValueError(f"{asked} exceeds the context of {self.max_context}")
-        if pages_for(request.limit) > self.runner.cache.pages:
-            have = self.runner.cache.pages
-            raise ValueError(f"{asked} needs {pages_for(request.limit)} cache pages; there are {have}")
+        self.limits.check_length(len(request.prompt), request.params)
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError as in `check`."""

@@ -40,6 +40,7 @@ class Request:
     finish_reason: str | None = None
     error: str | None = None
     arrived: float = field(default_factory=time.perf_counter)
+    admitted: float | None = None
     first_token: float | None = None
     finished: float | None = None
 
@@ -66,11 +67,6 @@ class Request:
     def decoding(self) -> bool:
         """Whether only the newest sample is left to compute."""
         return self.slot >= 0 and self.computed >= self.prefill_until
-
-    @property
-    def limit(self) -> int:
-        """Tokens that this request may ever hold in the cache."""
-        return len(self.prompt) + self.params.max_tokens
 
     @property
     def banned(self) -> Sequence[int]:

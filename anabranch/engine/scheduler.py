@@ -1,5 +1,6 @@
 """Decides what is computed next and who owns which memory: admission, page growth, preemption, prefix reuse."""
 
+import time
 from collections import deque
 
 from anabranch.engine.cache import PAGE, Cache, FreeList, pages_for
@@ -106,13 +107,13 @@ class Scheduler:
             assert hit.snapshot is not None
             self.cache.copy(hit.snapshot, request.slot)
             request.pages, request.computed = [n.page for n in hit.path()], hit.depth
-        self._count_hit(request)
+        self._count_admission(request)
         self.running.append(request)
         return True
 
-    def _count_hit(self, request: Request) -> None:
+    def _count_admission(self, request: Request) -> None:
         if not request.preemptions:
-            request.cached_tokens = request.computed
+            request.admitted, request.cached_tokens = time.perf_counter(), request.computed
             self.prefix_queries += len(request.prompt)
             self.prefix_hits += request.computed
 

@@ -1,37 +1,35 @@
-"""The engine on a thread of its own, and answers as asynchronous iterators: what a server talks to."""
+"""An engine somewhere else, and answers as asynchronous iterators: what a server talks to. Needs no torch."""
 
 import asyncio
-import threading
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import socket
+import time
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import torch
-
-from anabranch.engine.llm import LLM
-from anabranch.engine.request import Request, TokenLogprob
+from anabranch.engine import wire
+from anabranch.engine.messages import EngineFailed, Facts, QueueFull, Update
 from anabranch.engine.sampling import SamplingParams
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Update:
-    """What became known about an answer since the last update. `prompt_logprobs` comes once, when asked for."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[dict[int, float]] = field(default_factory=list)
-    finish_reason: str | None = None
-    error: str | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprob] | None = None
+_BUFFER = 1 << 20
+# a step, and what it takes to let go of a GPU
+_END_S = 20.0
 
 
-class QueueFull(Exception):  # noqa: N818  (as queue.Full)
-    """No request is accepted now."""
+class RemoteEngine(Protocol):
+    """A loaded engine that obeys the messages on the other end of `sock`: a process, or a thread."""
+
+    facts: Facts
+    sock: socket.socket
+
+    def fate(self) -> str:
+        """Wait a little for its end, and say how it ended."""
+        ...
+
+    def close(self) -> None:
+        """End it now."""
+        ...
 
 
 class Ticket:
@@ -40,10 +38,9 @@ class Ticket:
     `abort` may be called at any time from the event loop; a cancelled or closed iteration should call it.
     """
 
-    def __init__(self, service: "EngineService", request: Request, loop: asyncio.AbstractEventLoop) -> None:
-        self._service, self._request, self._loop = service, request, loop
+    def __init__(self, service: "EngineService", number: int) -> None:
+        self._service, self._number = service, number
         self._updates: asyncio.Queue[Update] = asyncio.Queue()
-        self._reported = 0
         self._done = False
 
     def __aiter__(self) -> "Ticket":
@@ -59,208 +56,150 @@ class Ticket:
     def abort(self) -> None:
         """Drop the request; its slot is free after the step that is running now."""
         if not self._done:
-            self._service.call(lambda: self._service.abort(self._request))
+            self._service.abort(self._number)
 
-    def news(self) -> Update | None:
-        """On the engine's thread: what is new since the last call, or None."""
-        r, first = self._request, self._reported == 0
-        new = r.sampled[self._reported :]
-        text = r.text.take()
-        if not new and not text and r.finish_reason is None:
-            return None
-        self._reported += len(new)
-        return Update(
-            text=text,
-            token_ids=[s.token for s in new],
-            logprobs=[s.logprob for s in new],
-            top_logprobs=[s.top for s in new],
-            finish_reason=r.finish_reason,
-            error=r.error,
-            prompt_tokens=len(r.prompt),
-            cached_tokens=r.cached_tokens,
-            prompt_logprobs=r.prompt_logprobs if first and r.prompt_logprobs else None,
-        )
+    def put(self, update: Update) -> None:
+        """Wake whoever waits for this update."""
+        self._updates.put_nowait(update)
 
 
 class EngineService:
-    """Runs the engine until it is drained. All engine state is touched by its thread alone.
+    """Hands requests to an engine and its news to their tickets, all in the event loop that started it.
 
     Args:
-        llm: the loaded model.
+        engine: a loaded engine; it is told to stop by `drain`.
     """
 
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
-        self._calls: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+    def __init__(self, engine: RemoteEngine) -> None:
+        self._engine, self.facts = engine, engine.facts
+        self.failure: str | None = None
+        self._stats, self._numbers = engine.facts.stats, count()
         self._tickets: dict[int, Ticket] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._stopping = False
-        self.failure: BaseException | None = None
-        self._profiler: torch.profiler.profile | None = None
-        self._thread = threading.Thread(target=self._run, name="anabranch-engine", daemon=True)
+        self._writer: asyncio.StreamWriter | None = None
+        self._listener: asyncio.Task[None] | None = None
 
     @property
     def accepting(self) -> bool:
         return not self._stopping and self.failure is None
 
-    def start(self) -> None:
-        self._thread.start()
+    async def start(self) -> None:
+        """Listen to the engine from now on, in the running event loop."""
+        reader, self._writer = await asyncio.open_connection(sock=self._engine.sock, limit=_BUFFER)
+        self._listener = asyncio.create_task(self._listen(reader))
+
+    async def ended(self) -> None:
+        """Wait until the engine has ended, for whatever reason; `failure` is set unless it was told to."""
+        assert self._listener is not None
+        await asyncio.wait([self._listener])
 
     async def drain(self, seconds: float) -> None:
-        """Accept nothing more; wait for what runs, abort what is not done after `seconds`, and stop the thread."""
+        """Accept nothing more; wait for what runs, abort what is not done after `seconds`, and end the engine."""
         self._stopping = True
         deadline = asyncio.get_running_loop().time() + seconds
-        while self._tickets and asyncio.get_running_loop().time() < deadline and self._thread.is_alive():
+        while self._tickets and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.02)
-        self.call(self._abort_all)
-        while self._thread.is_alive():
-            await asyncio.sleep(0.02)
+        self._say("stop")
+        if self._listener is not None:
+            await asyncio.wait([self._listener], timeout=_END_S)
+            self._listener.cancel()
+        if self._writer is not None:
+            self._writer.close()
+        await asyncio.to_thread(self._engine.close)
 
     def submit(self, prompt: list[int], params: SamplingParams, *, skip_special: bool = True) -> Ticket:
-        """Queue a request from inside a running event loop.
+        """Queue a request.
 
         Raises:
             ValueError: a token id is unknown, or the request can never fit.
             QueueFull: the service is draining, or its engine failed.
         """
-        engine = self.llm.engine
         if not self.accepting:
             raise QueueFull("the server is shutting down" if self.failure is None else f"engine failed: {self.failure}")
-        request = self.llm.request(prompt, params, skip_special=skip_special)
-        engine.check(request)
-        ticket = Ticket(self, request, asyncio.get_running_loop())
-
-        def add() -> None:
-            self._tickets[request.id] = ticket
-            engine.add(request)
-
-        self.call(add)
+        self.facts.limits.check(prompt, params)
+        number = next(self._numbers)
+        ticket = self._tickets[number] = Ticket(self, number)
+        self._say("submit", number, prompt, params, skip_special, time.perf_counter())
         return ticket
 
-    def flush_cache(self) -> bool:
+    def abort(self, number: int) -> None:
+        """End a request; its ticket hears of it when the engine has."""
+        if number in self._tickets:
+            self._say("abort", number)
+
+    async def flush_cache(self) -> bool:
         """Forget cached prefixes; False if there is no prefix cache."""
-        prefix = self.llm.engine.scheduler.prefix
-        if prefix is not None:
-            self.call(prefix.flush)
-        return prefix is not None
+        return await self._call("flush_cache")
 
-    def start_profile(self, directory: Path) -> None:
-        """Record the coming steps with torch.profiler.
+    async def start_profile(self, directory: Path) -> None:
+        """Record the coming steps with torch.profiler; ValueError: a recording is running already."""
+        await self._call("start_profile", directory)
 
-        Raises:
-            ValueError: a recording is running already.
-        """
-        if self._profiler is not None:
-            raise ValueError("a profile is being recorded already")
-        directory.mkdir(parents=True, exist_ok=True)
-        self._profiler = torch.profiler.profile()
-        self.call(self._profiler.start)
+    async def stop_profile(self, directory: Path) -> Path:
+        """Write the Chrome trace and return its path; ValueError: nothing is being recorded."""
+        return await self._call("stop_profile", directory)
 
-    def stop_profile(self, directory: Path) -> Path:
-        """Write the Chrome trace and return its path.
-
-        Raises:
-            ValueError: nothing is being recorded.
-        """
-        if self._profiler is None:
-            raise ValueError("no profile is being recorded")
-        profiler, self._profiler = self._profiler, None
-        done, path = threading.Event(), directory / f"trace-{len(list(directory.glob('trace-*.json')))}.json"
-
-        def stop() -> None:
-            profiler.stop()
-            profiler.export_chrome_trace(str(path))
-            done.set()
-
-        self.call(stop)
-        while not done.wait(0.1):
-            if not self._thread.is_alive():
-                raise ValueError("the engine has ended: no profile was written")
-        return path
-
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> Mapping[str, Any]:
         """Counts and levels, as of the last step."""
-        engine, cache = self.llm.engine, self.llm.engine.runner.cache
-        scheduler = engine.scheduler
-        return {
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "slots_used": cache.slots - len(scheduler.slots),
-            "slots_total": cache.slots,
-            "pages_used": cache.pages - len(scheduler.pages),
-            "pages_total": cache.pages,
-            "prompt_tokens": engine.prompt_tokens,
-            "generation_tokens": engine.generation_tokens,
-            "prefix_queries": scheduler.prefix_queries,
-            "prefix_hits": scheduler.prefix_hits,
-            "preemptions": scheduler.preemptions,
-            "nonfinite": engine.nonfinite,
-            "finished": dict(engine.finished),
-            "eager_steps": dict(engine.runner.eager_steps),
-            "graph_replays": dict(engine.runner.graph_replays),
-        }
+        return self._stats
 
-    def call(self, action: Callable[[], None]) -> None:
-        """Run `action` on the engine's thread, between two steps."""
-        with self._wake:
-            self._calls.append(action)
-            self._wake.notify()
+    async def _call(self, name: str, *args: Any) -> Any:
+        """What the engine returns between two steps.
 
-    def abort(self, request: Request) -> None:
-        """On the engine's thread: end a request and tell its ticket."""
-        self.llm.engine.abort(request)
-        if (ticket := self._tickets.pop(request.id, None)) is not None:
-            self._deliver([ticket])
-
-    def _abort_all(self) -> None:
-        for ticket in list(self._tickets.values()):
-            self.abort(ticket._request)
-
-    def _run(self) -> None:
-        engine = self.llm.engine
+        Raises:
+            ValueError: the engine refused.
+            EngineFailed: it has ended.
+        """
+        if not self.accepting:
+            raise EngineFailed(f"the engine failed: {self.failure}" if self.failure else "the server is shutting down")
+        number = next(self._numbers)
+        self._calls[number] = result = asyncio.get_running_loop().create_future()
+        self._say("call", number, name, args)
         try:
-            while True:
-                with self._wake:
-                    while not self._calls and not engine.busy and not self._stopping:
-                        self._wake.wait()
-                    calls = [self._calls.popleft() for _ in range(len(self._calls))]
-                for action in calls:
-                    action()
-                if engine.busy:
-                    self._report(engine.step())
-                elif self._stopping and not self._calls:
-                    return
-        except BaseException as error:  # the thread ends: everyone who waits must hear of it
-            self.failure = error
-            for ticket in list(self._tickets.values()):
-                request = ticket._request
-                request.finish_reason, request.error = "error", f"the engine failed: {error}"
-            self._deliver(list(self._tickets.values()))
-            self._tickets.clear()
-            raise
+            return await result
+        finally:
+            del self._calls[number]
 
-    def _report(self, progressed: list[Request]) -> None:
-        tickets = [ticket for r in progressed if (ticket := self._tickets.get(r.id)) is not None]
-        self._deliver(tickets)
-        for ticket in tickets:
-            if ticket._request.finish_reason is not None:
-                del self._tickets[ticket._request.id]
+    def _say(self, *message: Any) -> None:
+        if self._writer is not None and self.failure is None and not self._writer.is_closing():
+            self._writer.write(wire.pack(message))
 
-    def _deliver(self, tickets: list[Ticket]) -> None:
-        """Hand news over to the event loops, one call for each loop and step."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Ticket, Update]]] = {}
-        for ticket in tickets:
-            if (update := ticket.news()) is not None:
-                by_loop.setdefault(ticket._loop, []).append((ticket, update))
-        for loop, news in by_loop.items():
-            try:
-                loop.call_soon_threadsafe(_put, news)
-            except RuntimeError:  # the loop closed while its server was shutting down: nobody listens any more
-                for ticket, _ in news:
-                    self.llm.engine.abort(ticket._request)
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        reason = None
+        try:
+            while reason is None:
+                reason = self._hear(await wire.receive_async(reader))
+        except (asyncio.IncompleteReadError, OSError):
+            reason = await asyncio.to_thread(self._engine.fate)
+        except Exception as error:
+            reason = f"what it said makes no sense: {type(error).__name__}: {error}"
+        if not self._stopping or self._tickets:
+            self._fail(reason)
 
+    def _hear(self, message: tuple[Any, ...]) -> str | None:
+        """Pass a message on; the reason of the engine's failure, if it is about that."""
+        match message:
+            case ("news", updates, stats):
+                self._stats = stats
+                for number, fields in updates:
+                    update = Update._make(fields)
+                    self._tickets[number].put(update)
+                    if update.finish_reason is not None:
+                        del self._tickets[number]
+            case ("result", number, value, error):
+                if (result := self._calls.get(number)) is not None and not result.done():
+                    result.set_result(value) if error is None else result.set_exception(ValueError(error))
+            case ("failed", reason):
+                return reason
+        return None
 
-def _put(news: list[tuple[Ticket, Update]]) -> None:
-    """On the event loop: wake everyone who waits for these updates."""
-    for ticket, update in news:
-        ticket._updates.put_nowait(update)
+    def _fail(self, reason: str) -> None:
+        """Everyone who waits must hear of it."""
+        self.failure = reason
+        for ticket in self._tickets.values():
+            ticket.put(Update(finish_reason="error", error=f"the engine failed: {reason}"))
+        self._tickets.clear()
+        for result in self._calls.values():
+            if not result.done():
+                result.set_exception(EngineFailed(f"the engine failed: {reason}"))

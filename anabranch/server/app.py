@@ -7,6 +7,7 @@ from fastapi import FastAPI
 
 from anabranch import __version__
 from anabranch.engine.service import EngineService
+from anabranch.models.tokenizer import Tokenizer
 from anabranch.server.chat import chat_routes
 from anabranch.server.completions import completion_routes
 from anabranch.server.desk import Desk
@@ -16,20 +17,21 @@ from anabranch.server.requests import KeyGuard
 from anabranch.server.settings import ServerSettings
 
 
-def create_app(service: EngineService, settings: ServerSettings | None = None) -> FastAPI:
-    """An application that starts the engine with its lifespan and drains it at the end.
+def create_app(service: EngineService, tokenizer: Tokenizer | None, settings: ServerSettings | None = None) -> FastAPI:
+    """An application that listens to the engine from the start of its lifespan and drains it at the end.
 
-    `app.state.desk.drain()` may be called earlier, so that /health tells of it while running answers end.
+    `app.state.desk.drain()` may be called earlier, so that /health tells of it while running answers end. Without a
+    tokenizer prompts are token ids, and answers have no text.
 
     Raises:
         ValueError: the chat format of the checkpoint cannot be used.
     """
     settings = settings or ServerSettings()
-    desk = Desk(service, settings)
+    desk = Desk(service, tokenizer, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.start()
+        await service.start()
         yield
         await desk.drain()
 

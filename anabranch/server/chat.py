@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from anabranch.engine.service import Update
+from anabranch.engine.messages import Update
 from anabranch.models.answer import (
     Answer,
     AnswerParser,
@@ -37,7 +37,7 @@ def chat_routes(desk: Desk) -> APIRouter:
         # Kimi-Linear writes its calls with special tokens; what is not skipped can be parsed
         reads_markers = body.may_call and desk.architecture == "kimi_linear"
         skip_special = body.skip_special_tokens is not False and not reads_markers
-        params = body.params(desk.llm.max_len - len(prompt))
+        params = body.params(desk.max_len - len(prompt))
         session = desk.submit([prompt], params, skip_special=skip_special)
         choices = [ChatChoice(desk, body, index, thinking is not False) for index in range(body.choices)]
         reply = Reply(body, desk.model_name, "chatcmpl", "chat.completion", "chat.completion.chunk")

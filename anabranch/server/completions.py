@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from anabranch.engine.service import Update
+from anabranch.engine.messages import Update
 from anabranch.models.tokenizer import Tokenizer
 from anabranch.server.desk import Desk
 from anabranch.server.logprobs import CompletionLogprobs

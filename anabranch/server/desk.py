@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from anabranch.engine.messages import QueueFull, Update
 from anabranch.engine.sampling import SamplingParams
-from anabranch.engine.service import EngineService, QueueFull, Ticket, Update
+from anabranch.engine.service import EngineService, Ticket
 from anabranch.models.chat import ChatRenderer
 from anabranch.models.tokenizer import Tokenizer
 from anabranch.server.errors import ApiError, refusing
@@ -22,15 +23,12 @@ class Desk:
         ValueError: the chat format of the checkpoint cannot be used.
     """
 
-    def __init__(self, service: EngineService, settings: ServerSettings) -> None:
-        self.service, self.settings, self.llm = service, settings, service.llm
-        self.model_name = settings.served_model_name or self.llm.path.resolve().name
-        self.architecture = self.llm.model.config.architecture
-        self.tokenizer = self.llm.tokenizer
-        self._renderer = (
-            None if self.tokenizer is None else ChatRenderer.load(self.llm.path, self.tokenizer, self.architecture)
-        )
-        self._longest_token = 1 if self.tokenizer is None else _longest_token(self.tokenizer)
+    def __init__(self, service: EngineService, tokenizer: Tokenizer | None, settings: ServerSettings) -> None:
+        self.service, self.tokenizer, self.settings, self.facts = service, tokenizer, settings, service.facts
+        self.model_name = settings.served_model_name or self.facts.path.resolve().name
+        self.architecture, self.max_len = self.facts.architecture, self.facts.limits.context
+        self._renderer = tokenizer and ChatRenderer.load(self.facts.path, tokenizer, self.architecture)
+        self._longest_token = 1 if tokenizer is None else _longest_token(tokenizer)
         self.metrics = Metrics(self.model_name, self)
         self.created = int(time.time())
         self.in_progress = 0
@@ -42,8 +40,7 @@ class Desk:
 
     def fusions(self) -> Mapping[str, tuple[str, str]]:
         """Layer kind -> the chosen projection path, and why it was chosen."""
-        plan = self.llm.model.plan
-        return {choice.kind: (choice.path, choice.reason) for choice in (plan.kda, plan.mla)}
+        return self.facts.fusions
 
     def check_model(self, name: str | None) -> None:
         """ApiError 404 unless `name` is the served model's, or nothing."""
@@ -84,8 +81,8 @@ class Desk:
     def _check_length(self, text: object, name: str) -> None:
         """Refuse without encoding what cannot fit: megabytes would take seconds."""
         least = len(text) // self._longest_token if isinstance(text, str) else 0
-        if least > self.llm.max_len:
-            message = f"{name}: at least {least} tokens, which exceeds the context of {self.llm.max_len}"
+        if least > self.max_len:
+            message = f"{name}: at least {least} tokens, which exceeds the context of {self.max_len}"
             raise ApiError(400, message, param=name, code="context_length_exceeded")
 
     def submit(
@@ -211,6 +208,7 @@ class Session:
                 raise ApiError(504, f"the answer was not complete within {limit:g} s", code="timeout") from error
             now, finished = time.perf_counter(), update.finish_reason is not None
             self._check(update)
+            watch.queued(update.queue_s)
             watch.tokens(len(update.token_ids), now)
             if finished:
                 watch.end(now)

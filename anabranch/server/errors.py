@@ -10,6 +10,8 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
+from anabranch.engine.messages import EngineFailed
+
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -70,6 +72,10 @@ def install_errors(app: FastAPI) -> None:
         if error.status_code in (404, 405):
             message = f"{request.method} {request.url.path}: {message}"
         return reply(error.status_code, error_body(error.status_code, message), error.headers)
+
+    @app.exception_handler(EngineFailed)
+    async def _failed(request: Request, error: EngineFailed) -> Response:
+        return reply(503, error_body(503, str(error), code="engine_error"))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> Response:

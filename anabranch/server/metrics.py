@@ -1,4 +1,4 @@
-"""Prometheus metrics: latencies measured here, everything else read from the engine when it is asked for.
+"""Prometheus metrics: latencies of answers counted here, everything else read from the engine when it is asked for.
 
 Names are vLLM's with our prefix, so that a dashboard ports by a rename.
 """
@@ -55,6 +55,7 @@ class Metrics:
         self.inter_token = histogram(
             "inter_token_latency_seconds", "Between tokens; tokens that came together share their time."
         )
+        self.queue = histogram("request_queue_time_seconds", "From arrival to the first step that computes.")
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.")
         self.registry.register(_EngineCollector(model_name, engine))
 
@@ -69,6 +70,11 @@ class Stopwatch:
     def __init__(self, metrics: Metrics, now: float) -> None:
         self._metrics, self._arrived = metrics, now
         self._last: float | None = None
+
+    def queued(self, seconds: float | None) -> None:
+        """How long the answer waited, when that becomes known."""
+        if seconds is not None:
+            self._metrics.queue.observe(seconds)
 
     def tokens(self, count: int, now: float) -> None:
         """`count` tokens became known together."""

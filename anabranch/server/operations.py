@@ -1,6 +1,5 @@
 """Routes beside generation: health, metrics, what is served, tokens, cache and profiles."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ def status_routes(desk: Desk) -> APIRouter:
     async def models() -> dict[str, Any]:
         """The one model that is served."""
         model = {"id": desk.model_name, "object": "model", "created": desk.created, "owned_by": "anabranch"}
-        return {"object": "list", "data": [model | {"root": str(desk.llm.path), "max_model_len": desk.llm.max_len}]}
+        return {"object": "list", "data": [model | {"root": str(desk.facts.path), "max_model_len": desk.max_len}]}
 
     @routes.get("/v1/loads")
     async def loads() -> dict[str, Any]:
@@ -72,7 +71,7 @@ def token_routes(desk: Desk) -> APIRouter:
         else:
             options = {"tools": body.tools or None, "add_generation_prompt": body.add_generation_prompt}
             ids = await desk.render(body.messages, **options)
-        document = {"tokens": ids, "count": len(ids), "max_model_len": desk.llm.max_len}
+        document = {"tokens": ids, "count": len(ids), "max_model_len": desk.max_len}
         if body.return_token_strs:
             document["token_strs"] = [token_text(desk.tokenizer, token) for token in ids]
         return document
@@ -94,14 +93,14 @@ def control_routes(desk: Desk) -> APIRouter:
     @routes.post("/flush_cache")
     async def flush_cache() -> dict[str, bool]:
         """Forget cached prefixes; `flushed` is false if there is no prefix cache."""
-        return {"flushed": desk.service.flush_cache()}
+        return {"flushed": await desk.service.flush_cache()}
 
     @routes.post("/start_profile")
     async def start_profile() -> dict[str, str]:
         """Record the coming steps with torch.profiler."""
         directory = _profile_dir(desk)
         with refusing():
-            await asyncio.to_thread(desk.service.start_profile, directory)
+            await desk.service.start_profile(directory)
         return {"directory": str(directory)}
 
     @routes.post("/stop_profile")
@@ -109,7 +108,7 @@ def control_routes(desk: Desk) -> APIRouter:
         """Write the recorded steps as a Chrome trace."""
         directory = _profile_dir(desk)
         with refusing():
-            return {"path": str(await asyncio.to_thread(desk.service.stop_profile, directory))}
+            return {"path": str(await desk.service.stop_profile(directory))}
 
     return routes
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from fastapi import Request, Response
 
-from anabranch.engine.service import Update
+from anabranch.engine.messages import Update
 from anabranch.server.desk import Session
 from anabranch.server.errors import reply
 from anabranch.server.protocol import Generation

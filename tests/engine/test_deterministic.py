@@ -128,8 +128,8 @@ def test_second_turn_reuses_the_answer(model):
 
 def test_every_fused_path_gives_the_same_bits(model, alone):
     name = "kimi-k3" if model.config.is_k3 else "kimi-linear"
-    for kda in ("separate", "split", "whole"):
-        for mla in ("separate", "merged") if model.config.is_k3 else ("separate",):
+    for kda in ("separate", "split", "whole", "overlap"):
+        for mla in ("separate", "merged", "overlap") if model.config.is_k3 else ("separate",):
             fused = build(TINY[name], FusionConfig(kda=kda, mla=mla))
             assert run(make(fused), ask())[0].sampled == alone, (kda, mla)
 
@@ -147,7 +147,8 @@ def test_long_answer_with_and_without_fusion():
     """The kind of run that a public MLA gate merge failed: many tokens, compared bit for bit."""
     tiny = kimi_k3_tiny(layers=3, kda_layers=(1, 2), full_layers=(3,), experts=4, topk=2)
     answers = []
-    for fusion in (FusionConfig(kda="separate", mla="separate"), FusionConfig(kda="whole", mla="merged")):
+    paths = (("separate", "separate"), ("whole", "merged"), ("overlap", "overlap"))
+    for fusion in (FusionConfig(kda=kda, mla=mla) for kda, mla in paths):
         mine = [ask([i + 1, 2, 3], i, max_tokens=300) for i in range(3)]
         run(make(build(tiny, fusion)), *mine)
         answers.append([m.sampled for m in mine])

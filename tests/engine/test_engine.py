@@ -130,7 +130,7 @@ def test_a_slot_used_before_starts_from_zeros(model):
     [
         ([], {}, "the prompt has no tokens"),
         ([1] * 600, {}, "exceeds the context of 512"),
-        ([1] * 400, {}, "needs 7 cache pages; there are 6"),
+        ([1] * 400, {}, "exceeds the 384 tokens of the cache"),
     ],
 )
 def test_requests_that_can_never_run_are_refused(model, prompt, params, message):

@@ -10,6 +10,7 @@ import pytest
 import uvicorn
 
 from anabranch.engine.llm import LLM
+from anabranch.engine.process import EngineThread
 from anabranch.engine.service import EngineService
 from anabranch.models.tiny import init_checkpoint
 from anabranch.server.app import create_app
@@ -21,8 +22,9 @@ class Live:
     """A server in a thread, and the engine behind it."""
 
     def __init__(self, checkpoint: Path, **settings):
-        self.service = EngineService(LLM(checkpoint, max_seqs=4, max_len=1024, prefill_chunk=128))
-        self.app = create_app(self.service, ServerSettings(port=0, **settings))
+        self.llm = LLM(checkpoint, max_seqs=4, max_len=1024, prefill_chunk=128)
+        self.service = EngineService(EngineThread(self.llm))
+        self.app = create_app(self.service, self.llm.tokenizer, ServerSettings(port=0, **settings))
         self._sock = listen(ServerSettings(port=0))
         self.port = self._sock.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

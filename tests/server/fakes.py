@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx
 
 from anabranch.config.fusion import FusionConfig
 from anabranch.config.hf import parse_model_config
-from anabranch.engine.service import QueueFull, Update
+from anabranch.engine.limits import Limits
+from anabranch.engine.messages import Facts, QueueFull, Update
 from anabranch.fusion.plan import make_plan
 from anabranch.models.tiny import SPECIALS, tiny_config
 from anabranch.models.tokenizer import Tokenizer, byte_level_tokenizer
@@ -25,6 +25,7 @@ STATS = {
     "finished": {"stop": 3},
     "eager_steps": {"no graphs": 2},
     "graph_replays": {8: 5},
+    "counters": {"kda.whole": 2},
 }
 
 
@@ -79,15 +80,24 @@ class FakeService:
 
     def __init__(self, architecture: str = "k3", script: Iterable | None = None, tokenizer: bool = True):
         config = parse_model_config(tiny_config(architecture))
-        model = SimpleNamespace(config=config, plan=make_plan(config, FusionConfig(), "float32"))
-        words = Tokenizer(byte_level_tokenizer(SPECIALS[architecture])) if tokenizer else None
-        self.llm = SimpleNamespace(tokenizer=words, model=model, max_len=2000, path=Path(f"tiny-{architecture}"))
+        plan = make_plan(config, FusionConfig(), "float32")
+        self.tokenizer = Tokenizer(byte_level_tokenizer(SPECIALS[architecture])) if tokenizer else None
+        self.facts = Facts(
+            path=Path(f"tiny-{architecture}"),
+            architecture=config.architecture,
+            limits=Limits(vocab=config.vocab_size, context=2000, cache=2048),
+            vocab_size=config.vocab_size,
+            fusions={choice.kind: (choice.path, choice.reason) for choice in (plan.kda, plan.mla)},
+            memory="memory: none",
+            document={"layout": {"tp": 1}},
+            stats=STATS,
+        )
         self.script = list(spell("ok") if script is None else script)
         self.prompts, self.params, self.skip_special, self.aborted = [], [], [], 0
         self.accepting, self.failure, self.full, self.drained = True, None, False, False
         self.flushes, self.profiles = 0, []
 
-    def start(self):
+    async def start(self):
         self.started = True
 
     async def drain(self, seconds):
@@ -98,7 +108,7 @@ class FakeService:
             raise QueueFull("2 requests are waiting already")
         if not prompt:
             raise ValueError("the prompt has no tokens; need at least 1")
-        if len(prompt) + params.max_tokens > self.llm.max_len:
+        if len(prompt) + params.max_tokens > self.facts.limits.context:
             raise ValueError(f"max_tokens={params.max_tokens} exceeds the context")
         self.prompts.append(prompt)
         self.params.append(params)
@@ -108,16 +118,16 @@ class FakeService:
     def stats(self):
         return STATS
 
-    def flush_cache(self):
+    async def flush_cache(self):
         self.flushes += 1
         return True
 
-    def start_profile(self, directory):
+    async def start_profile(self, directory):
         if self.profiles:
             raise ValueError("a profile is being recorded already")
         self.profiles.append(directory)
 
-    def stop_profile(self, directory):
+    async def stop_profile(self, directory):
         if not self.profiles:
             raise ValueError("no profile is being recorded")
         return self.profiles.pop() / "trace-0.json"
@@ -128,7 +138,7 @@ class Site:
 
     def __init__(self, service: FakeService | None = None, **settings):
         self.service = service or FakeService()
-        self.app = create_app(self.service, ServerSettings(**settings))
+        self.app = create_app(self.service, self.service.tokenizer, ServerSettings(**settings))
 
     def ask(self, method: str, path: str, **options) -> httpx.Response:
         async def go():

@@ -116,7 +116,7 @@ def test_limits_of_the_answer():
     site.chat()
     given = [p.max_tokens for p in site.service.params]
     assert given[:2] == [5, 6]
-    assert given[2] == site.service.llm.max_len - len(site.service.prompts[2])
+    assert given[2] == site.service.facts.limits.context - len(site.service.prompts[2])
 
 
 def test_a_prompt_longer_than_the_context():
@@ -133,7 +133,7 @@ def test_text_parts_and_names_render():
 
 
 def _ending(site: Site) -> str:
-    words = site.service.llm.tokenizer
+    words = site.service.tokenizer
     return words.decode(site.service.prompts[-1], skip_special=False)
 
 

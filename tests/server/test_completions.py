@@ -4,7 +4,7 @@ import pytest
 from server.events import chunks
 from server.fakes import FakeService, Site, refused, spell
 
-from anabranch.engine.service import Update
+from anabranch.engine.messages import Update
 from anabranch.server.protocol import MAX_CHOICES
 
 
@@ -122,8 +122,7 @@ def test_what_is_refused(body, words):
 def _echo_script(text: str, prompt: str):
     prompt_logprobs = [(None, {})] + [(-1.0, {token: -1.0, 0: -2.0}) for token in prompt.encode()[1:]]
     first, *rest = spell(*text, reason="length") if text else [Update(finish_reason="length", prompt_tokens=7)]
-    fields = {name: getattr(first, name) for name in first.__slots__}
-    return [Update(**{**fields, "prompt_logprobs": prompt_logprobs}), *rest]
+    return [first._replace(prompt_logprobs=prompt_logprobs), *rest]
 
 
 @pytest.mark.parametrize("stream", [False, True])

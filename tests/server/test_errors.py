@@ -86,7 +86,7 @@ def test_a_body_that_does_not_come():
 
 def test_a_text_that_cannot_fit_is_not_even_encoded(monkeypatch):
     site = Site()
-    monkeypatch.setattr(type(site.service.llm.tokenizer), "encode", lambda *_, **__: pytest.fail("encoded"))
+    monkeypatch.setattr(type(site.service.tokenizer), "encode", lambda *_, **__: pytest.fail("encoded"))
     text = "x" * (1 << 20)
     error = refused(site.complete(prompt=["a" * (1 << 20)]), 400, "exceeds the context of 2000", param="prompt")
     assert error["code"] == "context_length_exceeded"
@@ -177,7 +177,7 @@ def test_shutting_down():
 
 def test_a_failed_engine_is_told_everywhere():
     site = Site()
-    site.service.failure = MemoryError("no pages")
+    site.service.failure = "no pages"
     for response in (site.ask("GET", "/health"), site.complete(), site.chat()):
         assert refused(response, 503, "engine failed: no pages")["code"] == "engine_error"
 
@@ -212,6 +212,7 @@ def test_unknown_fields_are_logged_once(caplog):
         {"parser": "qwen"},
         {"max_body_bytes": 0},
         {"body_timeout_s": 0},
+        {"body_timeout_s": float("nan")},
         {"max_queue": -1},
         {"request_timeout_s": 0},
         {"drain_s": -1},

@@ -38,7 +38,7 @@ def test_models(client, name):
 
 def test_a_completion_is_what_the_engine_computes(client, name, live):
     answer = client.completions.create(model=name, prompt="Hello", max_tokens=8, temperature=0, logprobs=2)
-    llm = LLM(live.service.llm.path, max_seqs=1, max_len=64)
+    llm = LLM(live.llm.path, max_seqs=1, max_len=64)
     expected = llm.generate(["Hello"], SamplingParams(max_tokens=8, temperature=0)).pop().outputs[0]
     assert answer.choices[0].text == expected.text
     assert answer.choices[0].logprobs.token_logprobs == pytest.approx(expected.logprobs, abs=1e-4)
@@ -166,6 +166,7 @@ def test_requests_that_overlap(k3):
 
 
 def test_server_info_tells_every_choice(live):
+    httpx.post(f"{live.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 2}, timeout=20)
     document = httpx.get(f"{live.url}/server_info").json()
     assert httpx.get(f"{live.url}/get_server_info").json().keys() == document.keys()
     assert [f["kind"] for f in document["fusions"]] == ["kda", "mla"]
@@ -189,7 +190,7 @@ def test_cached_tokens_are_reported(k3):
 
 
 def test_a_profile_is_a_chrome_trace(k3):
-    assert httpx.post(f"{k3.url}/start_profile").status_code == 200
+    assert httpx.post(f"{k3.url}/start_profile", timeout=30).status_code == 200
     httpx.post(f"{k3.url}/v1/completions", json={"prompt": "Hi", "max_tokens": 2}, timeout=20)
     path = httpx.post(f"{k3.url}/stop_profile", timeout=30).json()["path"]
     with open(path, encoding="utf-8") as file:

@@ -34,7 +34,8 @@ def test_engine_counters_are_metrics():
 
 
 def test_latencies_count_tokens():
-    site = Site(FakeService("kl", spell("a", "bcd", "e")))
+    first, *others = spell("a", "bcd", "e")
+    site = Site(FakeService("kl", [first._replace(queue_s=0.3), *others]))
     site.complete(n=2)
     site.chat(stream=True)
     counts = {
@@ -42,6 +43,9 @@ def test_latencies_count_tokens():
         for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds")
     }
     assert list(counts.values()) == [3, 12, 3]
+    [waited] = [f for f in families(site).values() if f.name == "anabranch:request_queue_time_seconds"]
+    assert {s.name.rpartition("_")[2]: s.value for s in waited.samples if "bucket" not in s.name}["count"] == 3
+    assert next(s.value for s in waited.samples if s.name.endswith("_sum")) == pytest.approx(0.9)
 
 
 def test_two_servers_in_one_process():

@@ -1,0 +1,89 @@
+"""What an engine tells about itself: its constant facts once, and its counters after every step."""
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from anabranch.engine.engine import Engine
+from anabranch.engine.footprint import footprint
+from anabranch.engine.llm import LLM
+from anabranch.engine.messages import Facts
+from anabranch.fusion import counters
+from anabranch.fusion.describe import PrologueReport, describe
+from anabranch.models.kimi import KimiForCausalLM
+from anabranch.parallel.layout import Layout
+
+
+def facts_of(llm: LLM) -> Facts:
+    """Facts of a loaded model; call it where the engine runs."""
+    model = llm.model
+    return Facts(
+        path=llm.path,
+        architecture=model.config.architecture,
+        limits=llm.engine.limits,
+        vocab_size=model.config.vocab_size,
+        fusions={c.kind: (" or ".join(c.paths), c.reason) for c in (model.plan.kda, model.plan.mla)},
+        memory=str(llm.memory),
+        document=_document(llm),
+        stats=stats_of(llm.engine),
+    )
+
+
+def stats_of(engine: Engine) -> dict[str, Any]:
+    """Counts and levels now."""
+    scheduler, cache = engine.scheduler, engine.runner.cache
+    return {
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting),
+        "slots_used": cache.slots - len(scheduler.slots),
+        "slots_total": cache.slots,
+        "pages_used": cache.pages - len(scheduler.pages),
+        "pages_total": cache.pages,
+        "prompt_tokens": engine.prompt_tokens,
+        "generation_tokens": engine.generation_tokens,
+        "prefix_queries": scheduler.prefix_queries,
+        "prefix_hits": scheduler.prefix_hits,
+        "preemptions": scheduler.preemptions,
+        "nonfinite": engine.nonfinite,
+        "finished": dict(engine.finished),
+        "eager_steps": dict(engine.runner.eager_steps),
+        "graph_replays": dict(engine.runner.graph_replays),
+        "counters": counters.snapshot(),
+    }
+
+
+def _document(llm: LLM) -> dict[str, Any]:
+    model = llm.model
+    layout = _layout(model)
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "deterministic": model.deterministic,
+        "config": asdict(model.config),
+        "layout": asdict(layout) | {"attention_tp": layout.attn_tp, "ranks": layout.world},
+        "fusions": [asdict(report) for report in _prologues(model)],
+        "ops": {
+            name: {"implementation": implementation, "reason": reason}
+            for name, (implementation, reason) in model.selection.chosen.items()
+        },
+        "footprint": asdict(footprint(model, layout, llm.engine.runner.cache.shape.state_dtype)),
+        "memory": asdict(llm.memory),
+    }
+
+
+def _layout(model: KimiForCausalLM) -> Layout:
+    parallel = model.parallel
+    return Layout(
+        tp=parallel.tp_size,
+        dp_attention=parallel.tp_size // parallel.attn_tp_size,
+        ep=parallel.ep_size,
+        pp=parallel.pp_size,
+    )
+
+
+def _prologues(model: KimiForCausalLM) -> Iterator[PrologueReport]:
+    """One report for each layer kind that this rank has, read off its first layer of the kind."""
+    for kind in ("kda", "mla"):
+        of_kind = (layer for i, layer in model.model.layers.items() if model.config.layer_kinds[int(i)] == kind)
+        first: Any = next(of_kind, None)
+        if first is not None:
+            yield describe(first.self_attn.prologue, getattr(model.plan, kind), model.config)
