@@ -3,7 +3,8 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from anabranch.config.model import (
     ModelConfig,
     MoeConfig,
 )
+from anabranch.config.quantization import Scheme, schemes
 
 _REQUIRED = object()
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -131,7 +133,8 @@ def parse_model_config(raw: Any, *, where: str = "config", mla_norm_eps: float |
     layers = f.count("num_hidden_layers")
     kinds = _layer_kinds(f, layers)
     moe_layers = _moe_layers(f, layers)
-    return ModelConfig(
+    formats = _schemes(f, outer)
+    config = ModelConfig(
         architecture=architecture,
         hidden_size=f.count("hidden_size"),
         vocab_size=f.count("vocab_size"),
@@ -149,8 +152,11 @@ def parse_model_config(raw: Any, *, where: str = "config", mla_norm_eps: float |
         eos_ids=tuple(f.counts("eos_token_id")),
         pad_id=f.count("pad_token_id", default=None, least=0),
         dtype=f.one_of("dtype", "torch_dtype", legal=_DTYPES, default="bfloat16"),
-        expert_format="mxfp4" if _is_mxfp4(f, outer) else "plain",
+        expert_format="mxfp4" if any(s.format == "mxfp4" for s in formats) else "plain",
     )
+    codes = [s for s in formats if s.format == "fp8"]
+    fp8 = sorted(name for name in _attention_projections(config) if any(s.covers(name) for s in codes))
+    return replace(config, fp8=tuple(fp8))
 
 
 def _architecture(outer: _Fields) -> Architecture:
@@ -256,13 +262,20 @@ def _moe(f: _Fields) -> MoeConfig:
     )
 
 
-def _is_mxfp4(f: _Fields, outer: _Fields) -> bool:
+def _schemes(f: _Fields, outer: _Fields) -> list[Scheme]:
     source = f if f.get("quantization_config", default=None) is not None else outer
-    quant = source.inner("quantization_config")
-    if not quant.values:
-        return False
-    groups = quant.inner("config_groups")
-    formats = {quant.get("format", default=None), *(groups.inner(g).get("format", default=None) for g in groups.values)}
-    if formats - {None} == {"mxfp4-pack-quantized"}:
-        return True
-    raise quant.wrong("format", ", ".join(sorted(map(str, formats))), "accepted: mxfp4-pack-quantized")
+    quantization = source.inner("quantization_config")
+    return schemes(quantization.values, quantization.where) if quantization.values else []
+
+
+def _attention_projections(config: ModelConfig) -> Iterator[str]:
+    """Official names of the linear modules of every attention layer."""
+    gate = ("g_proj",) if config.kda.full_rank_gate else ("g_a_proj", "g_b_proj")
+    query = ("q_a_proj", "q_b_proj") if config.mla.q_lora_rank else ("q_proj",)
+    latent = ("kv_a_proj_with_mqa", "kv_b_proj", *(("g_proj",) if config.mla.output_gate else ()))
+    of_kind = {
+        "kda": ("q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", *gate, "o_proj"),
+        "mla": (*query, *latent, "o_proj"),
+    }
+    for i, kind in enumerate(config.layer_kinds):
+        yield from (f"model.layers.{i}.self_attn.{name}" for name in of_kind[kind])

@@ -80,7 +80,10 @@ class ActivationConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """A whole text model. Layer indices are 0-based here, unlike in config.json."""
+    """A whole text model. Layer indices are 0-based here, unlike in config.json.
+
+    `fp8`: official names, without `.weight`, of the modules whose weight the checkpoint stores in block-FP8.
+    """
 
     architecture: Architecture
     hidden_size: int
@@ -100,6 +103,7 @@ class ModelConfig:
     pad_id: int | None
     dtype: str
     expert_format: Literal["plain", "mxfp4"]
+    fp8: tuple[str, ...] = ()
 
     @property
     def layers(self) -> int:

@@ -7,9 +7,12 @@ import torch
 
 from anabranch.config.model import LayerKind, ModelConfig
 from anabranch.fusion import counters
-from anabranch.fusion.buffer import MergedWeight
+from anabranch.fusion.buffer import Fp8MergedWeight, MergedWeight
+from anabranch.fusion.fork import Branch, Fork
 from anabranch.fusion.plan import Choice
 from anabranch.fusion.prologue import KdaWeights, MlaWeights, Path, Prologue, kda_paths, mla_paths
+from anabranch.fusion.rules import FP8
+from anabranch.ops.skinny_gemm.spec import ranks
 
 # the names that papers and engines use; other combinations are spelled out
 _NAMES = {
@@ -23,6 +26,8 @@ _NAMES = {
     "q+k+v+f_a+g_a+b": "whole",
     "q_a+kv_a+g": "whole",
     "q+kv_a+g": "whole",
+    "g+q_a+kv_a": "whole",
+    "g+q+kv_a": "whole",
 }
 _TOKENS = 2  # with one row, strides say nothing
 
@@ -37,29 +42,39 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gemm:
-    """One launch: `batch` GEMMs of together `rows` weight rows, each over `depth` inputs; `parts` split the result."""
+    """One launch: `batch` GEMMs of together `rows` weight rows, each over `depth` inputs; `parts` split the result.
+
+    `side`: it runs on the side stream, beside main work (where the device has streams). `inside`: no launch of its
+    own, it runs in that of the GEMM before it.
+    """
 
     name: str
     rows: int
     depth: int
     batch: int
     parts: tuple[Part, ...]
+    side: bool
+    inside: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferReport:
-    """One merged buffer: its row segments in order as (checkpoint name, rows), then `pad` zero rows."""
+    """One merged buffer: its row segments in order as (checkpoint name, rows), then `pad` zero rows.
+
+    `bytes` are all that it holds, scales included.
+    """
 
     segments: tuple[tuple[str, int], ...]
     pad: int
     rows: int
     depth: int
+    format: str
     bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathReport:
-    """The verdict on one path and the GEMMs it launches, in order; a path that this layout does not have has none."""
+    """The verdict on one path and the GEMMs it launches, in order; a path that is refused has none."""
 
     path: str
     ok: bool
@@ -69,7 +84,7 @@ class PathReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrologueReport:
-    """All paths of a layer kind over its buffers, the chosen one, and why."""
+    """All paths of a layer kind over its buffers, the chosen one (several by measured times: "a or b"), and why."""
 
     kind: str
     buffers: tuple[BufferReport, ...]
@@ -87,19 +102,20 @@ def describe(prologue: Prologue, choice: Choice, config: ModelConfig) -> Prologu
     buffers = _buffers(prologue.weights)
     paths = []
     for name, verdict in choice.verdicts.items():
-        gemms = _dry_run(known[name], prologue.weights, buffers) if name in known else ()
+        gemms = _dry_run(known[name], prologue.weights, buffers) if name in known and verdict.ok else ()
         paths.append(PathReport(path=name, ok=verdict.ok, reason=verdict.reason, gemms=gemms))
     return PrologueReport(
         kind=kind,
         buffers=tuple(_buffer_report(b) for b in buffers),
         paths=tuple(paths),
-        chosen=choice.path,
+        chosen=" or ".join(choice.paths),
         reason=choice.reason,
     )
 
 
 def _buffers(weights: KdaWeights | MlaWeights) -> tuple[MergedWeight, ...]:
-    return (weights.merged, weights.second) if isinstance(weights, KdaWeights) else (weights.merged,)
+    second = (weights.second,) if isinstance(weights, KdaWeights) else ()
+    return (*weights.merged.parts, *second)
 
 
 def _buffer_report(merged: MergedWeight) -> BufferReport:
@@ -109,37 +125,61 @@ def _buffer_report(merged: MergedWeight) -> BufferReport:
         pad=merged.size("pad"),
         rows=rows,
         depth=depth,
-        bytes=rows * depth * merged.buffer.element_size(),
+        format=FP8 if isinstance(merged, Fp8MergedWeight) else str(merged.buffer.dtype).removeprefix("torch."),
+        bytes=merged.bytes,
     )
 
 
 def _dry_run(path: Path, weights: KdaWeights | MlaWeights, buffers: tuple[MergedWeight, ...]) -> tuple[Gemm, ...]:
-    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]] = []
+    inside: list[int] = []
+    branch = Branch(streams=lambda device: None)  # nothing reaches the device, its streams neither
 
-    def record(source: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Stands in for a GEMM: its result is allocated and never computed."""
+    def record(source: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        """Stands in for a GEMM: its result is allocated and never computed. An adapter's two are no part of a path."""
         result = source.new_empty(*source.shape[:-1], weight.shape[-2])
-        calls.append((source, weight, result))
+        if _home(weight, buffers):
+            calls.append((source, weight, result, branch.on_side))
         return result
 
-    x = buffers[0].buffer.new_empty(_TOKENS, buffers[0].buffer.shape[1])
+    def record_both(
+        x: torch.Tensor, w: torch.Tensor, row0: int, w2: torch.Tensor, sync: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y = record(x, w)
+        inside.append(len(calls))
+        return y, record(ranks(y, row0, w2), w2)
+
+    # codes are multiplied by wider activations
+    x = buffers[-1].buffer.new_empty(_TOKENS, buffers[0].buffer.shape[1], dtype=torch.bfloat16)
+    ops = replace(weights.ops, linear=record, fp8_linear=record, batched_linear=record, gemm_low_rank=record_both)
     with counters.paused():
-        outputs = path.run(replace(weights, ops=replace(weights.ops, linear=record, batched_linear=record)), x)
-    assert len(calls) == path.gemms, f"{path.name}: {len(calls)} GEMMs, registered {path.gemms}"
-    names = [_gemm_name(weight, source.shape[-1], buffers) for source, weight, _ in calls]
-    readers = [(f.name, getattr(outputs, f.name)) for f in fields(outputs)]
-    readers += [(name, source) for name, (source, _, _) in zip(names, calls, strict=True)]
+        outputs = path.run(replace(weights, ops=ops, branch=branch), x)
+        readers = [(f.name, _arrived(getattr(outputs, f.name))) for f in fields(outputs)]
+    launches = len(calls) - len(inside)
+    assert launches == path.gemms, f"{path.name}: {launches} GEMMs, registered {path.gemms}"
+    names = [_gemm_name(weight, source.shape[-1], buffers) for source, weight, _, _ in calls]
+    copied = _copied(readers, [result for _, _, result, _ in calls])
+    readers += [(name, source) for name, (source, *_) in zip(names, calls, strict=True)]
     gemms = []
-    for name, (source, weight, result) in zip(names, calls, strict=True):
+    for i, (name, (source, weight, result, side)) in enumerate(zip(names, calls, strict=True)):
         depth, batch = source.shape[-1], weight.shape[0] if weight.ndim == 3 else 1
         rows = weight.numel() // depth
-        gemms.append(Gemm(name=name, rows=rows, depth=depth, batch=batch, parts=tuple(_parts(result, rows, readers))))
+        parts = tuple(_parts(result, rows, readers)) or (Part(to=copied, columns=rows),)
+        gemms.append(Gemm(name=name, rows=rows, depth=depth, batch=batch, parts=parts, side=side, inside=i in inside))
     return tuple(gemms)
+
+
+def _arrived(value: torch.Tensor | Fork[torch.Tensor] | None) -> torch.Tensor | None:
+    return value.take() if isinstance(value, Fork) else value
+
+
+def _home(weight: torch.Tensor, buffers: tuple[MergedWeight, ...]) -> list[MergedWeight]:
+    return [b for b in buffers if b.buffer.untyped_storage() is weight.untyped_storage()]
 
 
 def _gemm_name(weight: torch.Tensor, depth: int, buffers: tuple[MergedWeight, ...]) -> str:
     """Named after the segments whose rows the weight views."""
-    [merged] = [b for b in buffers if b.buffer.untyped_storage() is weight.untyped_storage()]
+    [merged] = _home(weight, buffers)
     first = int(weight.storage_offset()) // depth
     last = first + weight.numel() // depth
     covered = []
@@ -151,6 +191,12 @@ def _gemm_name(weight: torch.Tensor, depth: int, buffers: tuple[MergedWeight, ..
     return _NAMES.get(label, label)
 
 
+def _copied(outputs: list[tuple[str, torch.Tensor | None]], results: list[torch.Tensor]) -> str:
+    """The one output, if any, that is no view of a GEMM's result: nobody else reads what it was copied from."""
+    known = [result.untyped_storage() for result in results]
+    return next((name for name, t in outputs if t is not None and t.untyped_storage() not in known), "pad")
+
+
 def _parts(result: torch.Tensor, rows: int, readers: list[tuple[str, torch.Tensor | None]]) -> Iterator[Part]:
     """The readers of one GEMM result in column order; what nobody reads comes last, as the pad rows do."""
     storage = result.untyped_storage()
@@ -160,5 +206,5 @@ def _parts(result: torch.Tensor, rows: int, readers: list[tuple[str, torch.Tenso
         columns = t.numel() // _TOKENS
         unread -= columns
         yield Part(to=name, columns=columns)
-    if unread:
+    if mine and unread:
         yield Part(to="pad", columns=unread)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from anabranch.fusion.plan import EAGER, Moment
 from anabranch.ops.segments import Segments
 
 
@@ -22,6 +23,7 @@ class Batch:
     block_table: torch.Tensor  # int64 [B, max pages]
     rows: torch.Tensor  # int64 [T] latent cache row of each token (page * page size + offset); -1 is none
     wanted: torch.Tensor  # int64 [W] tokens whose logits are computed
+    moment: Moment = EAGER  # what the choice of a projection path may look at besides T
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 import torch
 
-from anabranch.fusion.buffer import PAD_ROWS, MergedOwner, MergedWeight, Segment
+from anabranch.fusion.buffer import MergedOwner, MergedWeight, Segment
 from anabranch.fusion.prologue import KdaInputs, KdaWeights, Prologue, kda_paths
 from anabranch.layers.batch import Batch, KdaState
 from anabranch.layers.build import Build
-from anabranch.layers.linear import Linear, RMSNorm, frozen, share
+from anabranch.layers.linear import Linear, RMSNorm, frozen, input_weight, share
 from anabranch.ops.arithmetic import sigmoid
 from anabranch.ops.segments import Segments
 
@@ -28,20 +28,23 @@ class KdaLayer(MergedOwner):
         else:
             segments = [*wide, Segment("f_a_proj", rank), Segment("g_a_proj", rank), beta]
             second = [Segment("f_b_proj", self.width), Segment("g_b_proj", self.width)]
-        self.in_proj = MergedWeight(segments, (hidden,), pad_to=PAD_ROWS, dtype=dtype, device=device)
+        merged = input_weight(self, segments, build)
         self.second = MergedWeight(second, (rank,), dtype=dtype, device=device)
         taps = [Segment(f"{n}_conv1d", self.width) for n in "qkv"]
         self.conv = MergedWeight(taps, (1, kda.conv_size), dtype=torch.float32, device=device)
         self.A_log = frozen(self.heads, dtype=torch.float32, device=device)
         self.dt_bias = frozen(self.width, dtype=torch.float32, device=device)
         self.o_norm = RMSNorm(build, kda.head_dim, dtype=torch.float32)
-        self.o_proj = Linear(build, self.width, hidden)
-        path = kda_paths(kda.full_rank_gate)[build.plan.kda.path]
-        self.prologue = Prologue("kda", KdaWeights(self.in_proj, self.second, build.ops), lambda rows: path)
+        self.o_proj = Linear(build, self.width, hidden, "o_proj")
+        paths, weights = (
+            kda_paths(kda.full_rank_gate),
+            KdaWeights(merged, self.second, build.ops, build.branch, torch.zeros(2, dtype=torch.int32, device=device)),
+        )
+        self.prologue = Prologue("kda", weights, lambda rows, moment: paths[build.plan.kda.pick(rows, moment)])
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KdaState) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden], complete over the attention-TP group."""
-        inputs, n = self.prologue(x), batch.decodes
+        inputs, n = self.prologue(x, batch.moment), batch.decodes
         if self.ops.kda_step is None or n == 0:
             y = self._chain(inputs, batch.segments, batch.prefill, batch.slots, cache)
         else:
@@ -58,6 +61,8 @@ class KdaLayer(MergedOwner):
             *(inputs.qkv, cache.conv, self.conv.buffer.squeeze(1), inputs.forget, inputs.beta, inputs.gate),
             *(self.dt_bias, self.A_log, self.config.gate_lower_bound, self.o_norm.weight, self.eps),
             *(slots, cache.state),
+            # the norm that made x was launched plainly, hence behind whatever wrote slots, pools and weights
+            early=True,
         )
 
     def _chain(
@@ -66,9 +71,12 @@ class KdaLayer(MergedOwner):
         """Conv, norms, gate, delta rule and gated norm: [T, P]. What precedes `prompts` takes the token form."""
         n = len(segments) - len(prompts)
         ops, heads = self.ops, (self.heads, self.config.head_dim)
-        qkv = ops.conv(inputs.qkv, segments, slots, cache.conv, self.conv.buffer.squeeze(1))
-        q, k, v = (part.unflatten(-1, heads) for part in qkv.split(self.width, -1))
-        q, k, beta = ops.l2_norm(q), ops.l2_norm(k), sigmoid(inputs.beta.float())
+        convolve = (inputs.qkv, segments, slots, cache.conv, self.conv.buffer.squeeze(1))
+        if ops.kda_inputs is None:
+            q, k, v = (part.unflatten(-1, heads) for part in ops.conv(*convolve).split(self.width, -1))
+            q, k, beta = ops.l2_norm(q), ops.l2_norm(k), sigmoid(inputs.beta.float())
+        else:  # the token form keeps q and k in fp32
+            q, k, v, beta = ops.kda_inputs(*convolve, inputs.beta, "normed" if n else ops.prefill_layout)
         forget, bound = inputs.forget.unflatten(-1, heads), self.config.gate_lower_bound
         tokens = (q, k, v, ops.log_decay(forget, self.dt_bias, self.A_log, bound), beta)
         parts = []

@@ -1,10 +1,15 @@
 """Weights that are not merged with others: a bias-free linear, a norm, and vocabulary-parallel ends."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from anabranch.fusion.buffer import PAD_ROWS, Fp8MergedWeight, MergedOwner, MergedWeight, Segment, SplitWeight
+from anabranch.fusion.product import Adapted, Adapter, Factor, Fp8Rows, multiply
 from anabranch.layers.build import Build
+from anabranch.ops.fp8_linear.reference import CODES, blocks
 
 
 def frozen(*shape: int, dtype: torch.dtype, device: torch.device | str | None) -> nn.Parameter:
@@ -19,16 +24,50 @@ def share(total: int, ranks: int, what: str) -> int:
     return total // ranks
 
 
-class Linear(nn.Module):
-    """y = x W^T with W [out, in]. No linear of either model has a bias."""
+def input_weight(owner: MergedOwner, segments: Sequence[Segment], build: Build) -> MergedWeight | SplitWeight:
+    """The weight of all projections of an attention layer that read x: one buffer a format, children of `owner`.
 
-    def __init__(self, build: Build, in_size: int, out_size: int) -> None:
+    `in_proj` holds what is plain, or everything in block-FP8; where both formats occur, `in_proj_fp8` has the codes.
+    """
+    coded = [s for s in segments if build.is_fp8(s.name)]
+    plain, hidden = [s for s in segments if s not in coded], build.config.hidden_size
+    fp8 = Fp8MergedWeight(coded, hidden, device=build.device) if coded else None
+    if not plain:
+        assert fp8 is not None
+        owner.in_proj = fp8
+        return fp8
+    rest = MergedWeight(plain, (hidden,), pad_to=PAD_ROWS, dtype=build.dtype, device=build.device)
+    owner.in_proj = rest
+    if fp8 is None:
+        return rest
+    owner.in_proj_fp8 = fp8
+    return SplitWeight(fp8, rest)
+
+
+class Linear(nn.Module):
+    """y = x W^T with W [out, in]. No linear of either model has a bias.
+
+    `name` is the projection's in its attention layer: what was resolved to block-FP8 is held as codes and scales.
+    """
+
+    def __init__(self, build: Build, in_size: int, out_size: int, name: str = "") -> None:
         super().__init__()
         self.ops = build.ops
-        self.weight = frozen(out_size, in_size, dtype=build.dtype, device=build.device)
+        self.adapter: Adapter | None = None
+        self.weight_scale_inv: nn.Parameter | None = None
+        if build.is_fp8(name):
+            self.weight = frozen(out_size, in_size, dtype=CODES, device=build.device)
+            grid = blocks(out_size), blocks(in_size)
+            self.weight_scale_inv = frozen(*grid, dtype=torch.float32, device=build.device)
+        else:
+            self.weight = frozen(out_size, in_size, dtype=build.dtype, device=build.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.ops.linear(x, self.weight)
+        return multiply(self.ops, x, self._factor())
+
+    def _factor(self) -> Factor:
+        base = self.weight if self.weight_scale_inv is None else Fp8Rows(self.weight, self.weight_scale_inv)
+        return base if self.adapter is None else Adapted(base, self.adapter)
 
 
 class RMSNorm(nn.Module):

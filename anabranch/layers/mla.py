@@ -1,12 +1,14 @@
 """The NoPE latent-attention layer, with and without q_lora and output gate."""
 
+from contextlib import closing
+
 import torch
 
-from anabranch.fusion.buffer import PAD_ROWS, MergedOwner, MergedWeight, Segment
+from anabranch.fusion.buffer import MergedOwner, Segment
 from anabranch.fusion.prologue import KV_A, MlaWeights, Prologue, mla_paths
 from anabranch.layers.batch import Batch, LatentPages
 from anabranch.layers.build import Build
-from anabranch.layers.linear import Linear, RMSNorm, share
+from anabranch.layers.linear import Linear, RMSNorm, input_weight, share
 
 
 class MlaLayer(MergedOwner):
@@ -14,7 +16,7 @@ class MlaLayer(MergedOwner):
 
     def __init__(self, build: Build) -> None:
         super().__init__()
-        mla, hidden, dtype, device = build.config.mla, build.config.hidden_size, build.dtype, build.device
+        mla, hidden = build.config.mla, build.config.hidden_size
         self.config, self.ops, self.comm = mla, build.ops, build.comm
         self.heads = share(mla.heads, build.parallel.attn_tp_size, "MLA heads (num_attention_heads)")
         query = self.heads * mla.qk_dim
@@ -22,24 +24,26 @@ class MlaLayer(MergedOwner):
         segments = [q, Segment(KV_A, mla.latent_dim)]
         if mla.output_gate:
             segments.append(Segment("g_proj", self.heads * mla.v_dim))
-        self.in_proj = MergedWeight(segments, (hidden,), pad_to=PAD_ROWS, dtype=dtype, device=device)
+        # in block-FP8 the gate comes first: its rows fill whole scale blocks, those of kv_a do not
+        fp8_first = sorted(segments, key=lambda s: s.name != "g_proj") if build.is_fp8("g_proj") else segments
+        merged = input_weight(self, fp8_first, build)
         if mla.q_lora_rank:
             self.q_a_layernorm = RMSNorm(build, mla.q_lora_rank, mla.norm_eps)
-            self.q_b_proj = Linear(build, mla.q_lora_rank, query)
+            self.q_b_proj = Linear(build, mla.q_lora_rank, query, "q_b_proj")
         self.kv_a_layernorm = RMSNorm(build, mla.kv_lora_rank, mla.norm_eps)
         self.kv_b_proj = Linear(build, mla.kv_lora_rank, self.heads * (mla.nope_dim + mla.v_dim))
-        self.o_proj = Linear(build, self.heads * mla.v_dim, hidden)
-        path = mla_paths(mla.output_gate)[build.plan.mla.path]
-        self.prologue = Prologue("mla", MlaWeights(self.in_proj, build.ops), lambda rows: path)
+        self.o_proj = Linear(build, self.heads * mla.v_dim, hidden, "o_proj")
+        paths, weights = mla_paths(mla.output_gate), MlaWeights(merged, build.ops, build.branch)
+        self.prologue = Prologue("mla", weights, lambda rows, moment: paths[build.plan.mla.pick(rows, moment)])
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: LatentPages) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden], complete over the attention-TP group."""
-        inputs = self.prologue(x)
-        q = self.q_b_proj(self.q_a_layernorm(inputs.q)) if self.config.q_lora_rank else inputs.q
-        self._write(inputs.kv, batch, cache.pages)
-        o = self._attend(q.unflatten(-1, (self.heads, self.config.qk_dim)), batch, cache.pages)
-        if inputs.gate is not None:
-            o = self.ops.sigmoid_gate(o, inputs.gate)
+        with closing(self.prologue(x, batch.moment)) as inputs:
+            q = self.q_b_proj(self.q_a_layernorm(inputs.q)) if self.config.q_lora_rank else inputs.q
+            self._write(inputs.kv, batch, cache.pages)
+            o = self._attend(q.unflatten(-1, (self.heads, self.config.qk_dim)), batch, cache.pages)
+            if inputs.gate is not None:
+                o = self.ops.sigmoid_gate(o, inputs.gate.take())
         return self.comm.all_reduce(self.o_proj(o), "attn_tp")
 
     def _write(self, kv: torch.Tensor, batch: Batch, pages: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from anabranch.config.model import ModelConfig
 from anabranch.config.verdict import Verdict
+from anabranch.ops import native
 
 Op = Callable[..., torch.Tensor]
 
@@ -21,15 +22,19 @@ Op = Callable[..., torch.Tensor]
 class Ops:
     """Every operation that layers and the sampler call. Contracts are in `ops/<folder>/spec.py`.
 
-    `kda_step` None: the layer runs the separate operations that it would fuse.
+    `kda_step` or `kda_inputs` None: the layer runs the separate operations that it would fuse. `prefill_layout` is what
+    kda_prefill wants of kda_inputs.
     """
 
     linear: Op
+    fp8_linear: Op
     batched_linear: Op
+    gemm_low_rank: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rms_norm: Op
     l2_norm: Op
     gated_rms_norm: Op
     conv: Op
+    kda_inputs: Callable[..., tuple[torch.Tensor, ...]] | None
     log_decay: Op
     kda_decode: Op
     kda_prefill: Op
@@ -42,12 +47,14 @@ class Ops:
     routed_experts: Op
     residual_read: Op
     log_softmax: Op
+    prefill_layout: str = "normed"
 
 
-OP_NAMES = tuple(f.name for f in fields(Ops))
+OP_NAMES = tuple(f.name for f in fields(Ops) if f.name != "prefill_layout")
 
 _FOLDERS = {
     "batched_linear": "linear",
+    "gemm_low_rank": "skinny_gemm",
     "rms_norm": "norm",
     "l2_norm": "norm",
     "gated_rms_norm": "norm",
@@ -66,7 +73,9 @@ class Implementation:
     """One way to run an operation, in the module `ops/<folder>/<name>.py`.
 
     `batch_invariant`: a row's bits do not depend on the other rows, so deterministic mode may use it. `fits` says
-    whether a model's shapes are ones it was made for, `dtypes` names the model dtypes it computes in.
+    whether a model's shapes are ones it was made for, `dtypes` names the model dtypes it computes in. `native` is the
+    folder whose CUDA C++ it loads: it needs a Hopper GPU and a built or buildable library. `layout`: what a prefill
+    kernel reads (ops/kda_inputs).
     """
 
     name: str
@@ -75,6 +84,8 @@ class Implementation:
     package: str | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     fits: Callable[[ModelConfig], Verdict] | None = None
+    native: str | None = None
+    layout: str = "normed"
 
     def verdict(
         self,
@@ -92,9 +103,19 @@ class Implementation:
             return Verdict(False, f"needs the package {self.package}")
         if self.dtypes is not None and dtype not in self.dtypes:
             return Verdict(False, f"does not compute in {str(dtype).removeprefix('torch.')}")
+        if self.native is not None and not (verdict := _native(self.native, device)).ok:
+            return verdict
         if self.fits is not None and config is not None and not (verdict := self.fits(config)).ok:
             return verdict
         return Verdict(True, "first that fits")
+
+
+def _native(folder: str, device: torch.device) -> Verdict:
+    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
+    if capability != (9, 0):
+        found = f"this one is sm_{capability[0]}{capability[1]}" if capability else "there is none"
+        return Verdict(False, f"needs a Hopper GPU (sm_90), {found}")
+    return native.verdict(folder)
 
 
 def _tile(name: str, value: int) -> Verdict:
@@ -111,6 +132,11 @@ def _four_taps(config: ModelConfig) -> Verdict:
     if config.kda.conv_size != 4:
         return Verdict(False, f"needs short_conv_kernel_size=4, it is {config.kda.conv_size}")
     return _kda_heads(config)
+
+
+def _heads_of_128(config: ModelConfig) -> Verdict:
+    first, dim = _four_taps(config), config.kda.head_dim
+    return first if not first.ok or dim == 128 else Verdict(False, f"needs the KDA head_dim to be 128, it is {dim}")
 
 
 def _latent(config: ModelConfig) -> Verdict:
@@ -134,26 +160,61 @@ def _triton(fits: Callable[[ModelConfig], Verdict] | None = None, batch_invarian
     return Implementation(name="triton", batch_invariant=batch_invariant, device="cuda", package="triton", fits=fits)
 
 
+def _low_rank(config: ModelConfig) -> Verdict:
+    rank, hidden = config.kda.head_dim, config.hidden_size
+    if rank != 128 or hidden % 256:
+        return Verdict(False, f"needs a KDA head_dim of 128 and hidden_size % 256 = 0, they are {rank} and {hidden}")
+    return Verdict(True, f"rank {rank}, hidden_size={hidden}")
+
+
+def _skinny(
+    name: str, batch_invariant: bool = False, fits: Callable[[ModelConfig], Verdict] | None = None
+) -> Implementation:
+    bf16 = (torch.bfloat16,)
+    return Implementation(
+        name=name, batch_invariant=batch_invariant, device="cuda", native="skinny_gemm", dtypes=bf16, fits=fits
+    )
+
+
 # in order of preference; a reference that is elementwise needs no deterministic twin
 IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
-    "linear": (_REFERENCE, _triton(), _DETERMINISTIC),
-    "batched_linear": (_REFERENCE, _triton(), _DETERMINISTIC),
+    "linear": (_skinny("skinny"), _REFERENCE, _skinny("segmented", True), _triton(), _DETERMINISTIC),
+    # beside the Triton kernel the reference would hold every weight in fp32, so it comes second on a GPU
+    "fp8_linear": (_triton(), _REFERENCE, _DETERMINISTIC),
+    "batched_linear": (_skinny("skinny"), _REFERENCE, _skinny("segmented", True), _triton(), _DETERMINISTIC),
+    # the bits of `segmented` in every mode
+    "gemm_low_rank": (_skinny("cuda", True, _low_rank), _REFERENCE, _DETERMINISTIC),
     "rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "l2_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "gated_rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "conv": (_triton(), _INVARIANT_REFERENCE),
+    "kda_inputs": (
+        _triton(_kda_heads),
+        Implementation(name="chain", batch_invariant=True),
+        _REFERENCE,
+        _DETERMINISTIC,
+    ),
     "log_decay": (_INVARIANT_REFERENCE,),
     "kda_decode": (_triton(_kda_heads), _REFERENCE, _DETERMINISTIC),
     "kda_prefill": (
         Implementation(
-            name="fla", device="cuda", package="fla", dtypes=(torch.bfloat16, torch.float16), fits=_kda_heads
+            name="fla",
+            device="cuda",
+            package="fla",
+            dtypes=(torch.bfloat16, torch.float16),
+            fits=_kda_heads,
+            layout="rounded",
         ),
         _triton(_kda_heads),
         _REFERENCE,
         _DETERMINISTIC,
     ),
     # its bits differ from those of prompt tokens, which run the chain
-    "kda_step": (_triton(_four_taps, batch_invariant=False), Implementation(name="chain", batch_invariant=True)),
+    "kda_step": (
+        Implementation(name="cuda", device="cuda", native="kda_step", dtypes=(torch.bfloat16,), fits=_heads_of_128),
+        _triton(_four_taps, batch_invariant=False),
+        Implementation(name="chain", batch_invariant=True),
+    ),
     "mla_decode": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
     "mla_prefill": (Implementation(name="sdpa", device="cuda"), _triton(_latent), _REFERENCE, _DETERMINISTIC),
     "sigmoid_gate": (_triton(), _INVARIANT_REFERENCE),
@@ -204,7 +265,8 @@ def select(
                 pair = f"op {one}={chosen[one][0]} with {other}={chosen[other][0]}"
                 raise ValueError(f"{pair}: deterministic mode needs the same implementation for both")
     functions = {name: _load(name, implementation) for name, (implementation, _) in chosen.items()}
-    return Selection(ops=Ops(**functions), chosen=chosen)
+    layout = next(i.layout for i in IMPLEMENTATIONS["kda_prefill"] if i.name == chosen["kda_prefill"][0])
+    return Selection(ops=Ops(**functions, prefill_layout=layout), chosen=chosen)
 
 
 def _choose(

@@ -1,5 +1,6 @@
 """Reports read off a dry run of the real paths."""
 
+from collections import Counter
 from dataclasses import fields, replace
 
 import pytest
@@ -11,11 +12,16 @@ from anabranch.config.hf import parse_model_config
 from anabranch.engine.footprint import meta_model
 from anabranch.fusion import counters
 from anabranch.fusion.describe import describe
+from anabranch.fusion.fork import Fork
 from anabranch.fusion.prologue import KDA_FULL_RANK, kda_paths, mla_paths
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.parallel.layout import Layout
 
 TP2 = Layout(tp=2)
+
+
+def arrived(value):
+    return value.take() if isinstance(value, Fork) else value
 
 
 def prologues(model):
@@ -39,11 +45,13 @@ def test_a_report_is_what_a_real_run_does(make):
                 continue
             with counters.counting() as counts:
                 outputs = known[prologue.kind][path.path].run(prologue.weights, torch.ones(5, config.hidden_size))
-            assert counts[f"{prologue.kind}.gemm"] == len(path.gemms)
-            widths = {p.to: p.columns for gemm in path.gemms for p in gemm.parts}
-            for field in fields(outputs):
-                value = getattr(outputs, field.name)
-                assert widths.get(field.name) == (None if value is None else value.shape[1])
+                values = {f.name: arrived(getattr(outputs, f.name)) for f in fields(outputs)}
+            assert counts[f"{prologue.kind}.gemm"] == sum(not gemm.inside for gemm in path.gemms)
+            widths = Counter()  # `single` copies q, k and v together
+            for part in (p for gemm in path.gemms for p in gemm.parts):
+                widths[part.to] += part.columns
+            for name, value in values.items():
+                assert widths[name] == (0 if value is None else value.shape[1])
 
 
 @pytest.mark.parametrize("make", [small_linear, small_k3])
@@ -67,10 +75,20 @@ def test_gemms_depths_and_batches_of_the_low_rank_gate():
     assert [(p.to, p.columns) for p in split[1].parts] == [("f_b+g_b", 16), ("beta", 2), ("pad", 14)]
 
 
+def test_side_work_is_told_apart_and_reaches_no_stream():
+    config = parse_model_config(small_k3())
+    (kda, of_kda), (mla, of_mla) = prologues(meta_model(config, TP2, 0, torch.bfloat16, FusionConfig()))
+    for prologue, choice, want in ((kda, of_kda, ["BFA", "f_b"]), (mla, of_mla, ["g"])):
+        prologue.weights.branch._streams_of = None  # a real branch would ask it for streams
+        paths = {p.path: p.gemms for p in describe(prologue, choice, config).paths}
+        assert [g.name for g in paths["overlap"] if g.side] == want
+        assert not any(g.side for name, gemms in paths.items() if name != "overlap" for g in gemms)
+
+
 def test_a_dry_run_is_held_against_the_registered_count(monkeypatch):
     config = parse_model_config(small_k3())
     [(prologue, choice), _] = prologues(meta_model(config, TP2, 0, torch.bfloat16, FusionConfig()))
-    assert [len(p.gemms) for p in describe(prologue, choice, config).paths] == [5, 3, 2]
+    assert [len(p.gemms) for p in describe(prologue, choice, config).paths] == [5, 3, 2, 3, 2, 7]
     monkeypatch.setitem(KDA_FULL_RANK, "whole", replace(KDA_FULL_RANK["whole"], gemms=3))
     with pytest.raises(AssertionError, match="whole: 2 GEMMs, registered 3"):
         describe(prologue, choice, config)

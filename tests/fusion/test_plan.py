@@ -9,6 +9,7 @@ from anabranch.fusion.plan import make_plan
 from anabranch.fusion.rules import Projection, path_groups, plain_projections, verdicts
 
 FP8 = Projection(dtype="float8_e4m3fn", quantization="block-FP8")
+MERGES = {"split", "whole", "overlap", "fused"}  # of more than q, k and v
 K3, KL = model_config(kimi_k3_tiny()), model_config(kimi_linear_tiny())
 
 
@@ -18,20 +19,36 @@ def test_plain_projections_allow_everything_the_model_has():
     mla = verdicts(KL, "mla", plain_projections(KL, "mla", "bfloat16"))
     assert mla["separate"].ok
     assert mla["merged"].reason == "this model has no MLA output gate to merge"
+    assert mla["overlap"].reason == "this model has no MLA output gate to overlap"
 
 
 @pytest.mark.parametrize(
     ("member", "value", "refused", "reason"),
     [
-        ("g_proj", Projection(dtype="bfloat16", adapter=True), {"split", "whole"}, "g_proj carries a LoRA adapter"),
-        ("f_a_proj", Projection(dtype="bfloat16", adapter=True), {"split", "whole"}, "f_a_proj carries"),
+        (
+            "g_proj",
+            Projection(dtype="bfloat16", adapter=True),
+            {"split", "whole", "overlap", "fused"},
+            "g_proj carries a LoRA adapter",
+        ),
+        (
+            "f_a_proj",
+            Projection(dtype="bfloat16", adapter=True),
+            {"split", "whole", "overlap", "fused"},
+            "f_a_proj carries",
+        ),
         (
             "q_proj",
             Projection(dtype="float8_e4m3fn", quantization="block-FP8"),
-            {"separate", "split", "whole"},
+            {"separate", *MERGES},
             "q_proj is block-FP8",
         ),
-        ("b_proj", Projection(dtype="float16"), {"split", "whole"}, "dtypes differ: f_a_proj bfloat16, b_proj float16"),
+        (
+            "b_proj",
+            Projection(dtype="float16"),
+            MERGES,
+            "dtypes differ: f_a_proj bfloat16, b_proj float16",
+        ),
     ],
 )
 def test_one_unfit_member_refuses_exactly_the_merges_it_is_in(member, value, refused, reason):

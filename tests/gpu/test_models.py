@@ -103,17 +103,19 @@ def test_deterministic_bits_do_not_know_the_batch(case, dtype):
 @pytest.mark.parametrize("case", TINY)
 def test_deterministic_fused_paths_are_bit_equal(case):
     answers = []
-    for kda in ("separate", "split", "whole"):
-        for mla in ("separate", "merged") if case == "kimi-k3" else ("separate",):
+    for kda in ("separate", "split", "whole", "overlap"):
+        for mla in ("separate", "merged", "overlap") if case == "kimi-k3" else ("separate",):
             model = build(TINY[case], dtype=torch.bfloat16, deterministic=True, fusion=FusionConfig(kda=kda, mla=mla))
             answers.append(run(engine(model), ask(PROMPT))[0].sampled)
     assert all(a == answers[0] for a in answers)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["in line", "overlap"])
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("case", TINY)
-def test_graph_steps_equal_eager_steps_at_every_size(case, deterministic):
-    model = build(TINY[case], dtype=torch.bfloat16, deterministic=deterministic)
+def test_graph_steps_equal_eager_steps_at_every_size(case, deterministic, overlap):
+    fusion = FusionConfig(kda="overlap", mla="overlap" if case == "kimi-k3" else "auto") if overlap else None
+    model = build(TINY[case], dtype=torch.bfloat16, deterministic=deterministic, fusion=fusion)
     e = engine(model, graphs=[1, 2, 3, 5, 8, 16])
     for count in (1, 2, 3, 4, 5, 7, 8, 13, 16):
         eager = run(engine(model), *[ask(r.prompt, r.id, 12) for r in crowd(count, count)])

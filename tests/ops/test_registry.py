@@ -7,9 +7,11 @@ import torch
 from helpers.oracle import model_config
 from helpers.ref_tiny import kimi_linear_tiny
 
+from anabranch.config.verdict import Verdict
 from anabranch.ops.registry import IMPLEMENTATIONS, OP_NAMES, select
 
 CONFIG = model_config(kimi_linear_tiny())
+OPTIONAL = ("kda_step", "kda_inputs")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -17,11 +19,15 @@ def test_every_operation_runs_on_a_cpu_in_both_modes():
     assert set(IMPLEMENTATIONS) == set(OP_NAMES)
     for deterministic in (False, True):
         selection = select(CONFIG, CPU, deterministic=deterministic)
-        assert all(callable(getattr(selection.ops, name)) for name in OP_NAMES if name != "kda_step")
-        assert (selection.chosen["kda_step"][0], selection.ops.kda_step) == ("chain", None)
+        assert all(callable(getattr(selection.ops, name)) for name in OP_NAMES if name not in OPTIONAL)
+        assert all(selection.chosen[name][0] == "chain" and getattr(selection.ops, name) is None for name in OPTIONAL)
     normal, fixed = select(CONFIG, CPU).chosen, select(CONFIG, CPU, deterministic=True).chosen
     assert normal["linear"][0] == "reference"
-    assert fixed["linear"] == ("deterministic", "first that fits; reference: not batch-invariant; triton: needs cuda")
+    assert fixed["linear"] == (
+        "deterministic",
+        "first that fits; skinny: not batch-invariant; reference: not batch-invariant; segmented: needs cuda; "
+        "triton: needs cuda",
+    )
 
 
 def test_a_shape_that_a_kernel_was_not_made_for_is_refused_with_the_shape():
@@ -36,7 +42,9 @@ def test_wishes_are_honoured_or_refused():
     assert chosen["linear"] == ("deterministic", "asked for")
     with pytest.raises(ValueError, match=r"op 'lineal' is unknown; accepted: linear, "):
         select(CONFIG, CPU, wishes={"lineal": "reference"})
-    with pytest.raises(ValueError, match="op linear=cuda: accepted are reference, triton, deterministic"):
+    with pytest.raises(
+        ValueError, match="op linear=cuda: accepted are skinny, reference, segmented, triton, deterministic"
+    ):
         select(CONFIG, CPU, wishes={"linear": "cuda"})
     with pytest.raises(ValueError, match="op linear=reference cannot be honoured: not batch-invariant"):
         select(CONFIG, CPU, deterministic=True, wishes={"linear": "reference"})
@@ -52,9 +60,24 @@ def test_forms_of_one_layer_are_not_mixed_in_deterministic_mode(monkeypatch):
 
 
 def test_a_dtype_or_tap_count_that_a_kernel_does_not_take_is_refused():
-    fla, step = IMPLEMENTATIONS["kda_prefill"][0], IMPLEMENTATIONS["kda_step"][0]
+    fla, step = IMPLEMENTATIONS["kda_prefill"][0], IMPLEMENTATIONS["kda_step"][1]
     anywhere = replace(fla, package=None)
     assert anywhere.verdict(CONFIG, CUDA, False, torch.bfloat16).ok
     assert anywhere.verdict(CONFIG, CUDA, False, torch.float32).reason == "does not compute in float32"
     other = replace(CONFIG, kda=replace(CONFIG.kda, conv_size=3))
     assert replace(step, package=None).verdict(other, CUDA, False).reason == "needs short_conv_kernel_size=4, it is 3"
+
+
+def test_native_kernels_are_refused_with_the_device_and_the_shape(monkeypatch):
+    native = IMPLEMENTATIONS["kda_step"][0]
+    assert native.verdict(CONFIG, CPU, False).reason == "needs cuda"
+    assert native.verdict(CONFIG, CUDA, True).reason == "not batch-invariant"
+    assert native.verdict(CONFIG, CUDA, False, torch.float32).reason == "does not compute in float32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert native.verdict(CONFIG, CUDA, False).reason == "needs a Hopper GPU (sm_90), this one is sm_100"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("anabranch.ops.native.verdict", lambda folder: Verdict(True, folder))
+    assert native.verdict(CONFIG, CUDA, False).reason == "needs the KDA head_dim to be 128, it is 16"
+    monkeypatch.setattr("anabranch.ops.native.verdict", lambda folder: Verdict(False, "needs nvcc"))
+    assert native.verdict(None, CUDA, False).reason == "needs nvcc"

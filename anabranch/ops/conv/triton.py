@@ -33,6 +33,15 @@ def conv(
     return y
 
 
+def replace_history(x: torch.Tensor, segments: Segments, slots: torch.Tensor, pool: torch.Tensor, taps: int) -> None:
+    """The second launch alone: every slot's window becomes its segment's last raw rows."""
+    (tokens, channels), count = x.shape, len(segments)
+    numbers = (tokens, count, count.bit_length(), channels, x.stride(0), slots.stride(0), pool.stride(0))
+    tile = {"TAPS": taps, "ROWS": ROWS, "CHANNELS": CHANNELS, "num_warps": WARPS, "enable_fp_fusion": False}
+    grid = (triton.cdiv(channels, CHANNELS), triton.cdiv(count, ROWS))
+    _replace_history[grid](x, segments.offsets, slots, pool, x, x, *numbers, **tile)
+
+
 @triton.jit
 def _segment_of(t, offsets, count, steps):
     """The segment that holds token t [row]: the last one that starts at or before it, by bisection."""

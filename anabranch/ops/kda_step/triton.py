@@ -29,6 +29,10 @@ def kda_step(
     eps: float,
     slots: torch.Tensor,
     state: torch.Tensor,
+    *,
+    early: bool = False,
+    keep: torch.Tensor | None = None,
+    f_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token of every slot, from raw projections to the normed and gated output. In place on both pools.
 
@@ -41,12 +45,18 @@ def kda_step(
         lower_bound: None for the softplus gate.
         slots: int64 [B]; -1 is no slot: pools untouched, output zero. A slot appears at most once.
         state: fp32 or bf16 [slots, H, D(value), D(key)].
+        early: without effect: this kernel never starts before the one before it has ended.
 
     Returns:
         model dtype [B, H*D].
 
+    Raises:
+        ValueError: `keep`, `f_b` or several tokens a request, which the CUDA kernel and the reference take.
+
     Source: model_spec sections 4.2 to 4.9.
     """
+    if keep is not None or f_b is not None or qkv.shape[0] != slots.shape[0]:
+        raise ValueError("kda_step=triton takes one token a request, state in place and a finished forget logit")
     assert conv_weight.shape[1] == TAPS, "the kernel is written for four taps"
     qkv, forget, gate = (aligned_rows(t) for t in (qkv, forget, gate))
     requests, heads, dim = slots.shape[0], state.shape[1], state.shape[2]

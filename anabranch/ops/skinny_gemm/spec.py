@@ -1,11 +1,14 @@
 """Contract of the few-token products. M tokens, N rows of weights, K columns, R = 128 the low rank."""
 
+import torch
+
 from anabranch.ops.linear.spec import floor
 from anabranch.ops.spec import OpSpec, tolerance
 
 TOKENS = 128  # the tallest token tile
 SEGMENTS = 4  # fixed parts of K, summed as (s0 + s1) + (s2 + s3)
 RANK = 128
+PROLOGUE_TOKENS = 64  # the tallest tile that leaves registers for the second product
 
 SKINNY_GEMM = OpSpec(
     name="skinny_gemm",
@@ -43,4 +46,11 @@ PROLOGUE = OpSpec(
     source="model description, section 4 (f = f_b(f_a x))",
 )
 
-__all__ = ["LOW_RANK", "PROLOGUE", "RANK", "SEGMENTS", "SKINNY_GEMM", "TOKENS", "floor"]
+
+def ranks(y: torch.Tensor, low_row0: int, w2: torch.Tensor) -> torch.Tensor:
+    """The columns of y that the second product reads, a side at a time: [M, N] -> [sides, M, rank], views."""
+    sides, _, rank = w2.shape
+    return y[:, low_row0 : low_row0 + sides * rank].unflatten(-1, (sides, rank)).transpose(0, 1)
+
+
+__all__ = ["LOW_RANK", "PROLOGUE", "PROLOGUE_TOKENS", "RANK", "SEGMENTS", "SKINNY_GEMM", "TOKENS", "floor", "ranks"]

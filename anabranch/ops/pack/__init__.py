@@ -1,0 +1,1 @@
+"""Several strided tensors made dense in one launch."""

@@ -1,0 +1,44 @@
+"""Packing and the producer layouts at the shapes of the released models: no spills, few binaries for many prompts."""
+
+import pytest
+import torch
+
+from anabranch.ops.kda_inputs.triton import kda_inputs
+from anabranch.ops.pack.triton import pack
+from anabranch.ops.segments import Segments
+
+HEADS = pytest.mark.parametrize("heads", [12, 32, 96])
+D = 128
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@HEADS
+def test_pack(compiled, heads):
+    """Rows move as 16-byte words, and no prompt length needs another binary."""
+    for tokens in (16384, 4096, 16385, 77):
+        parts = meta(1, tokens, 3 * heads * D).split(heads * D, -1)
+        beta = meta(1, tokens, 128 + heads + -heads % 16)[..., 128 : 128 + heads]
+        pack([*(part.unflatten(-1, (heads, D)) for part in parts), beta])
+    assert len({id(kernel) for kernel in compiled}) == 1
+    for used in compiled.check():
+        assert used.ptx.count("ld.global.v4.b32") >= 3
+
+
+@HEADS
+@pytest.mark.parametrize("layout", ["grouped", "normed", "rounded"])
+def test_producer_layouts(compiled, heads, layout):
+    weight, slots, pool = (
+        meta(3 * heads * D, 4, dtype=torch.float32),
+        meta(8, dtype=torch.int64),
+        meta(16, 3, 3 * heads * D),
+    )
+    for lengths in ([2048] * 8, [1, 2, 3, 4, 5, 6, 7, 8], [1] * 8):
+        wide = meta(sum(lengths), 4 * heads * D + 256)
+        x, logits = wide[:, : 3 * heads * D], wide[:, 4 * heads * D + D : 4 * heads * D + D + heads]
+        kda_inputs(x, Segments.of(lengths, device="meta"), slots, pool, weight, logits, layout)
+    produce, replace = compiled[::2], compiled[1::2]
+    assert len({id(kernel) for kernel in produce}) == len({id(kernel) for kernel in replace}) == 1
+    compiled.check()
