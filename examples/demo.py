@@ -62,13 +62,15 @@ def difference(a: Run, b: Run) -> tuple[bool, float]:
 
 
 def legal_fusions(checkpoint: Path) -> list[FusionConfig]:
-    """Every pair of paths that the rules allow for this model; the separate ones first."""
+    """Every path that the rules allow for this model, beside the separate one of the other kind; that pair first.
+
+    But for `single`, which merges nothing and is there for adapters.
+    """
     plan = LLM(checkpoint).model.plan
+    pairs = [(kda, MLA_PATHS[0]) for kda in KDA_PATHS] + [(KDA_PATHS[0], mla) for mla in MLA_PATHS[1:]]
+    pairs = [pair for pair in pairs if "single" not in pair]
     return [
-        FusionConfig(kda=kda, mla=mla)
-        for mla in MLA_PATHS
-        for kda in KDA_PATHS
-        if plan.kda.verdicts[kda].ok and plan.mla.verdicts[mla].ok
+        FusionConfig(kda=kda, mla=mla) for kda, mla in pairs if plan.kda.verdicts[kda].ok and plan.mla.verdicts[mla].ok
     ]
 
 

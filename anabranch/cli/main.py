@@ -6,12 +6,14 @@ import typer
 from typer.core import TyperGroup
 
 from anabranch import __version__
+from anabranch.cli.bench import app as bench
 from anabranch.cli.chat import chat
 from anabranch.cli.env import env
 from anabranch.cli.generate import generate
 from anabranch.cli.init_checkpoint import init_checkpoint
 from anabranch.cli.plan import plan
 from anabranch.cli.serve import serve
+from anabranch.cli.tune import tune
 from anabranch.cli.verify import app as verify
 
 
@@ -35,9 +37,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for verb in (serve, generate, chat, init_checkpoint, plan, env):
+for verb in (serve, generate, chat, init_checkpoint, plan, tune, env):
     app.command()(verb)
 app.add_typer(verify, name="verify")
+app.add_typer(bench, name="bench")
 
 
 def _print_version(asked: bool) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from anabranch import __version__
 from anabranch.cli import options
+from anabranch.cli.explain import measured_document, print_measured
 
 if TYPE_CHECKING:
     from anabranch.config.fusion import FusionConfig
@@ -40,6 +41,8 @@ def plan(
     length: Annotated[
         int | None, typer.Option("--len", help="With --memory: tokens a request [default: the context].")
     ] = None,
+    lora: options.Lora = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Also the measured times behind every choice.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of tables.")] = False,
 ) -> None:
     """Print projection paths, GEMM rows and bytes of a layout."""
@@ -50,16 +53,20 @@ def plan(
     config = load_model_config(path)
     layout = Layout(tp=tp, dp_attention=dp_attention, ep=ep, pp=pp)
     layout.check(config)
+    wish, dtype = FusionConfig.parse(fusion or []), config.dtype if dtype == "auto" else dtype
     document = {"anabranch": __version__, "config": str(path)} | plan_document(
         config,
         layout,
-        FusionConfig.parse(fusion or []),
-        dtype=config.dtype if dtype == "auto" else dtype,
+        wish,
+        dtype=dtype,
         state_dtype=state_dtype,
         rank=rank,
         memory=None if memory is None else parse_bytes(memory),
         tokens=length,
+        lora=lora,
     )
+    if explain:
+        document["measured"] = measured_document(config, layout, wish, dtype)
     if as_json:
         typer.echo(json.dumps(document, indent=2))
     else:
@@ -76,8 +83,9 @@ def plan_document(
     rank: int | None = None,
     memory: int | None = None,
     tokens: int | None = None,
+    lora: Path | None = None,
 ) -> dict[str, Any]:
-    """Everything `plan` prints, as JSON values; sizes in bytes.
+    """Everything `plan` prints, as JSON values; sizes in bytes. An adapter's own bytes are not counted.
 
     Raises:
         ValueError: an unknown dtype, a rank outside the layout, a refused fusion path, or a useless capacity question.
@@ -85,6 +93,7 @@ def plan_document(
     import torch
 
     from anabranch.engine.footprint import capacity, footprint, meta_model
+    from anabranch.models.lora import read_adapter
 
     _accept("dtype", dtype, ("float32", "bfloat16", "float16"))
     _accept("state-dtype", state_dtype, ("float32", "bfloat16"))
@@ -94,7 +103,9 @@ def plan_document(
     if tokens > config.max_context:
         raise ValueError(f"len={tokens} exceeds the model's context of {config.max_context}")
     place = None if rank is None else {"rank": rank} | asdict(layout.rank(rank))
-    stages = [meta_model(config, layout, s * layout.tp, getattr(torch, dtype), fusion) for s in range(layout.pp)]
+    adapted = () if lora is None else read_adapter(lora, config).modules
+    made_as = getattr(torch, dtype)
+    stages = [meta_model(config, layout, s * layout.tp, made_as, fusion, adapted) for s in range(layout.pp)]
     footprints = [footprint(model, layout, getattr(torch, state_dtype)) for model in stages]
     fit = None if memory is None else asdict(capacity(footprints, layout, memory, tokens))
     return {
@@ -175,6 +186,8 @@ def _print(document: dict[str, Any]) -> None:
         console.print(*_buffer_lines(prologue), sep="\n")
         console.print(_path_table(prologue))
         console.print(f"  chosen: {prologue['chosen']} ({prologue['reason']})")
+    if "measured" in document:
+        print_measured(console, document["measured"])
     console.print()
     if place := document["place"]:
         groups = (f"{g} {place[g + '_rank']} of {place[g + '_size']}" for g in ("pp", "tp", "attn_tp", "ep"))
@@ -199,7 +212,8 @@ def _buffer_lines(prologue: dict[str, Any]) -> Iterable[str]:
         segments = [f"{name.split('_proj')[0]} {rows}" for name, rows in buffer["segments"]]
         if buffer["pad"]:
             segments.append(f"pad {buffer['pad']}")
-        yield f"  buffer {buffer['rows']} rows x {buffer['depth']}: {' | '.join(segments)}"
+        coded = " block-FP8" if buffer["format"] == "block-FP8" else ""
+        yield f"  buffer {buffer['rows']} rows x {buffer['depth']}{coded}: {' | '.join(segments)}"
 
 
 def _path_table(prologue: dict[str, Any]) -> Any:
@@ -208,16 +222,20 @@ def _path_table(prologue: dict[str, Any]) -> Any:
     table = Table("  path", "verdict", "rows of each GEMM", box=None, padding=(0, 2, 0, 0))
     unfused = len(prologue["paths"][0]["gemms"])
     for path in prologue["paths"]:
-        count = len(path["gemms"])
-        launches = f"{unfused} -> {count} GEMMs" if count != unfused else f"{count} GEMM{'s' * (count > 1)}"
-        detail = [", ".join(f"{g['name']} {_rows(g)}" for g in path["gemms"])] if count else []
+        count = sum(not gemm["inside"] for gemm in path["gemms"])
+        launches = f"{f'{unfused} -> ' * (count != unfused)}{count} GEMM{'s' * (count > 1)}"
+        detail = [", ".join(_gemm(gemm) for gemm in path["gemms"])] if count else []
         detail += [_split(g) for g in path["gemms"] if len(g["parts"]) > 1]
         table.add_row(
-            f"{'*' if path['path'] == prologue['chosen'] else ' '} {path['path']}",
+            f"{'*' if path['path'] in prologue['chosen'].split(' or ') else ' '} {path['path']}",
             f"ok, {launches}" if path["ok"] else "refused",
             "\n".join([*detail, path["reason"]]),
         )
     return table
+
+
+def _gemm(gemm: dict[str, Any]) -> str:
+    return f"{gemm['name']} {_rows(gemm)}{' beside' * gemm['side']}{' inside' * gemm['inside']}"
 
 
 def _rows(gemm: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import torch
 
 from anabranch.engine.cache import PAGE, Cache, pages_for
 from anabranch.engine.request import Request
+from anabranch.fusion.plan import Moment
 from anabranch.layers.batch import Batch
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.ops.segments import Segments
@@ -33,6 +34,8 @@ class DecodeGraphs:
             raise ValueError(f"graph sizes {list(sizes)}: need at least one, all positive")
         self.model, self.cache, self.device = model, cache, device
         self.sizes, self.width = sorted(set(sizes)), pages_for(max_len)
+        # the path that a graph takes is frozen in it: it must suit every context that a replay may meet
+        self._moment = Moment(1, max_len, True)
         largest = self.sizes[-1]
         self._host = torch.zeros(len(FIELDS) + self.width, largest, dtype=torch.int64, pin_memory=True)
         self._device = torch.zeros_like(self._host, device=device)
@@ -96,4 +99,5 @@ class DecodeGraphs:
             block_table=self._device[len(FIELDS) :, :size].T,
             rows=rows,
             wanted=offsets[:-1],
+            moment=self._moment,
         )

@@ -10,6 +10,7 @@ from anabranch.engine.cache import PAGE, Cache
 from anabranch.engine.graphs import DecodeGraphs
 from anabranch.engine.request import Request, TokenLogprob
 from anabranch.engine.sampler import Sampled, sample, top_logprobs
+from anabranch.fusion.plan import Moment
 from anabranch.layers.batch import Batch
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.ops.segments import Segments
@@ -116,6 +117,7 @@ class Runner:
             block_table=self._tensor([r.pages + [0] * (widest - len(r.pages)) for r, _ in segments]),
             rows=self._tensor(rows),
             wanted=self._tensor(wanted),
+            moment=Moment(max(totals), max(totals), False),
         )
         return batch, owners
 

@@ -1,6 +1,7 @@
 """Kimi-Linear and the Kimi-K3 text backbone: one causal language model, assembled from layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -29,7 +30,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         config = build.config
         self.input_layernorm = RMSNorm(build, config.hidden_size)
-        self.self_attn = (KdaLayer if config.layer_kinds[index] == "kda" else MlaLayer)(build)
+        attention = KdaLayer if config.layer_kinds[index] == "kda" else MlaLayer
+        self.self_attn = attention(replace(build, members=build.plan.layers[index]))
         self.post_attention_layernorm = RMSNorm(build, config.hidden_size)
         # checkpoints name the FFN after its kind
         self.ffn_name = "block_sparse_moe" if config.moe_layers[index] else "mlp"
@@ -120,6 +122,7 @@ class KimiForCausalLM(nn.Module):
 
         deterministic: use batch-invariant operations only.
         ops: implementation wishes, operation name -> implementation name.
+        adapted: official names of the modules that will carry a LoRA adapter (models/lora.py).
 
     Raises:
         ValueError: a size does not divide over the ranks, or an explicit fusion path or operation is refused.
@@ -136,10 +139,19 @@ class KimiForCausalLM(nn.Module):
         device: torch.device | str | None = None,
         deterministic: bool = False,
         ops: Mapping[str, str] | None = None,
+        adapted: Collection[str] = (),
     ) -> None:
         super().__init__()
         self.config, self.parallel, self.dtype = config, parallel or ParallelConfig(), dtype
-        self.plan = make_plan(config, fusion or FusionConfig(), str(dtype).removeprefix("torch."))
+        self.plan = make_plan(
+            config,
+            fusion or FusionConfig(),
+            str(dtype).removeprefix("torch."),
+            parallel=self.parallel,
+            device=device,
+            deterministic=deterministic,
+            adapted=adapted,
+        )
         self.selection = select(
             config, torch.device(device or "cpu"), dtype=dtype, deterministic=deterministic, wishes=ops
         )

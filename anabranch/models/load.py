@@ -1,7 +1,6 @@
 """One call from a checkpoint directory to a model that is ready to run."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,10 +8,11 @@ import torch
 from anabranch.config.fusion import FusionConfig
 from anabranch.config.hf import load_model_config
 from anabranch.config.parallel import ParallelConfig
-from anabranch.models.checkpoint import detect_expert_format, load_checkpoint
+from anabranch.models.checkpoint import detect_formats, load_checkpoint
 from anabranch.models.dummy import load_dummy
 from anabranch.models.inventory import DTYPES
 from anabranch.models.kimi import KimiForCausalLM
+from anabranch.models.lora import attach, read_adapter
 from anabranch.parallel.collectives import Collectives
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -31,6 +31,7 @@ def load_model(
     mla_norm_eps: float | None = None,
     deterministic: bool = False,
     ops: Mapping[str, str] | None = None,
+    lora: str | Path | None = None,
     progress: bool | None = False,
 ) -> KimiForCausalLM:
     """Build one rank's model from `path` and fill it.
@@ -44,24 +45,26 @@ def load_model(
         parallel: this rank's place; None is a single rank.
         comm: peers; None for a single rank.
         load_format: "auto" and "safetensors" read the checkpoint; "dummy" draws seeded random weights on the device.
-            Experts are MXFP4 or plain by what the files hold, for dummy weights by the config.
+            Experts are MXFP4 or plain, and weights block-FP8, by what the files hold; for dummy weights by the config.
         seed: of dummy weights.
         mla_norm_eps: eps of the MLA latent norms; None takes the config's, or the released code's 1e-6.
         deterministic: batch-invariant operations only.
         ops: implementation wishes, operation name -> implementation name.
+        lora: directory of a PEFT LoRA adapter on attention projections.
         progress: bar on stderr; None shows it on a terminal.
 
     Raises:
-        ValueError: an unknown option (with the accepted values), an unusable config, layout or fusion path, or a
-            checkpoint fault as in `load_checkpoint`.
+        ValueError: an unknown option (with the accepted values), an unusable config, layout or fusion path, a
+            checkpoint fault as in `load_checkpoint`, or an adapter that does not fit as in `read_adapter`.
     """
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format={load_format!r}: accepted are {', '.join(LOAD_FORMATS)}")
-    on = _device(device)
+    on = device_of(device)
     config = load_model_config(path, mla_norm_eps=mla_norm_eps)
     if load_format != "dummy":
-        config = replace(config, expert_format=detect_expert_format(path))
-    made_as = _dtype(dtype, config.dtype, on)
+        config = detect_formats(path, config)
+    made_as = dtype_of(dtype, config.dtype, on)
+    adapter = None if lora is None else read_adapter(lora, config)
     model = KimiForCausalLM(
         config,
         parallel=parallel,
@@ -71,15 +74,19 @@ def load_model(
         device=on,
         deterministic=deterministic,
         ops=ops,
+        adapted=adapter.modules if adapter else (),
     ).eval()
     if load_format == "dummy":
         load_dummy(model, seed)
     else:
         load_checkpoint(model, path, progress=progress)
+    if adapter:
+        attach(model, adapter)
     return model
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of a `device` option. ValueError: an unknown one, or one that is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, number = name.partition(":")
@@ -90,7 +97,8 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _dtype(name: str, config_dtype: str, device: torch.device) -> torch.dtype:
+def dtype_of(name: str, config_dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of a `dtype` option for a model whose config names `config_dtype`. ValueError: an unknown one."""
     if name == "auto":
         name = config_dtype.removeprefix("torch.") if device.type == "cuda" else "float32"
         if name not in DTYPES:

@@ -48,7 +48,7 @@ def test_version():
     assert (result.exit_code, result.stdout) == (0, f"anabranch {__version__}\n")
 
 
-@pytest.mark.parametrize("verb", ["generate", "chat", "init-checkpoint", "plan", "env"])
+@pytest.mark.parametrize("verb", ["generate", "chat", "init-checkpoint", "plan", "tune", "bench", "env"])
 def test_every_verb_has_a_line_of_help(verb):
     assert re.search(rf"^  {verb} +\S.*\.$", invoke("--help").stdout, re.MULTILINE)
     assert invoke(verb, "--help").exit_code == 0
@@ -108,7 +108,9 @@ def test_a_real_process_is_interrupted():
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
 
 
-PLAN_OPTIONS = """--tp --dp-attention --ep --pp --fusion --dtype --state-dtype --rank --memory --len --json --help"""
+PLAN_OPTIONS = (
+    "--tp --dp-attention --ep --pp --fusion --dtype --state-dtype --rank --memory --len --lora --explain --json --help"
+)
 
 
 def test_the_options_of_plan_and_env_are_frozen():

@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 
 from anabranch.cli.main import app
 from anabranch.cli.plan import parse_bytes
+from anabranch.config.hf import load_model_config
+from anabranch.fusion.costs import FORMAT, shape_key
 
 
 def text(*words):
@@ -63,6 +65,8 @@ def test_k3_rows_at_every_documented_size(tp, qkvg, bfa, whole, f_b, qkv_a_g):
     doc = document(K3_FILE, "--tp", tp)
     assert rows(doc, "kda", "split") == {"QKVG": qkvg, "BFA": bfa, "f_b": f_b}
     assert rows(doc, "kda", "whole") == {"whole": whole, "f_b": f_b}
+    assert rows(doc, "kda", "overlap") == {"QKVG": qkvg, "BFA": bfa, "f_b": f_b}
+    assert rows(doc, "mla", "overlap") == {"QKV-A": 2112, "g": 12288 // tp}
     assert rows(doc, "kda", "separate") == {
         "QKV": qkvg * 3 // 4, "g": qkvg // 4, "f_a": 128, "b": 96 // tp, "f_b": f_b,
     }  # fmt: skip
@@ -76,7 +80,7 @@ def test_kimi_linear_rows(tp, whole, tail, wide):
     second = 2 * 4096 // tp
     assert rows(doc, "kda", "split") == {"QKV": wide, "tail": tail, "f_b+g_b": second}
     assert rows(doc, "kda", "whole") == {"whole": whole, "f_b+g_b": second}
-    assert [len(p["gemms"]) for p in doc["prologues"][0]["paths"]] == [6, 3, 2]
+    assert [len(p["gemms"]) for p in doc["prologues"][0]["paths"]][:4] == [6, 3, 2, 3]
     merged = doc["prologues"][1]["paths"][1]
     assert (merged["ok"], merged["gemms"]) == (False, [])
     assert "no MLA output gate" in merged["reason"]
@@ -153,6 +157,53 @@ def test_sizes_that_are_none(written):
         parse_bytes(written)
 
 
+def test_what_runs_beside_is_said():
+    out = text(K3_FILE, "--tp", 8)
+    assert "QKVG 6144, BFA 144 beside, f_b 1536 beside" in out
+    assert "QKV-A 2112, g 1536 beside" in out
+
+
+def measured_table(tmp_path):
+    """A cost table of the Kimi-K3 shapes at attention-TP 8 on an imaginary device."""
+    config = load_model_config(K3_FILE)
+    mla = {"merged": 300.0, "separate": 305.0, "overlap": 299.5}
+    cells = [
+        {"kind": kind, "shape": shape_key(config, kind, 8, "bfloat16"), "graph": True, "deterministic": False,
+         "rows": m, "context": c, "us": us, "spread_us": 1.0}
+        for kind, m, c, us in (
+            ("kda", 1, 512, {"whole": 300.0, "overlap": 280.0, "split": 310.0}),
+            ("kda", 64, 512, {"whole": 330.0, "overlap": 331.0, "split": 350.0}),
+            ("kda", 128, 512, {"whole": 340.0, "overlap": 360.0, "split": 350.0}),
+            ("mla", 1, 512, mla), ("mla", 1, 4096, mla | {"overlap": 290.0}),
+        )
+    ]  # fmt: skip
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps({"format": FORMAT, "device": "Imaginary 1", "runs": [{}], "cells": cells}))
+    return file
+
+
+def test_explain_shows_the_numbers_behind_every_choice(tmp_path):
+    file = measured_table(tmp_path)
+    out = text(K3_FILE, "--tp", 8, "--fusion", f"table={file}", "--explain")
+    assert "KDA measured on Imaginary 1, us a four-layer chain" in out
+    assert "chosen: whole or overlap (auto, measured on Imaginary 1: in graphs overlap to M=64, then whole)" in out
+    assert re.search(r"graph +1 +512 +300\.0 +\*280\.0 +310\.0 +1\.0", out)
+    assert re.search(r"graph +64 +512 +330\.0 +\*331\.0 +350\.0 +1\.0", out)
+    assert re.search(r"graph +1 +any +10\.0 +15\.0 +\*0\.0 +1\.0", out)
+    assert re.search(r"graph +1 +512 +\*300\.0 +305\.0 +299\.5 +1\.0", out)
+    found = document(K3_FILE, "--tp", 8, "--fusion", f"table={file}", "--explain")["measured"]
+    assert [(f["kind"], f["default"], len(f["cells"])) for f in found] == [("kda", "whole", 3), ("mla", "merged", 3)]
+    assert list(found[0]["cells"][0]) == ["graph", "rows", "context", "path", "us", "spread_us"]
+
+
+def test_explain_without_numbers_says_so(tmp_path):
+    assert "no measured times for this model and layout" in text(KL_FILE, "--tp", 32, "--explain")
+    assert refusal(KL_FILE, "--fusion", f"table={measured_table(tmp_path)}").endswith(
+        "nothing about Imaginary 1, this model's shapes and normal mode\n"
+    )
+    assert "No such file" in refusal(KL_FILE, "--fusion", "table=/nowhere.json")
+
+
 def test_an_asked_path_is_taken_or_refused():
     out = text(K3_FILE, "--tp", 8, "--fusion", "kda=split", "--fusion", "mla=separate")
     assert re.search(r"^\* split", out, re.MULTILINE)
@@ -174,7 +225,7 @@ def test_an_asked_path_is_taken_or_refused():
         (["--tp", 8, "--rank", 8], "rank=8: need 0 <= rank < 8"),
         (["--dtype", "int8"], "dtype='int8': accepted are float32, bfloat16, float16"),
         (["--state-dtype", "float16"], "state-dtype='float16': accepted are float32, bfloat16"),
-        (["--fusion", "kda"], "fusion option 'kda' is not KIND=PATH with KIND one of kda, mla"),
+        (["--fusion", "kda"], "fusion option 'kda' is not KIND=PATH with KIND one of kda, mla, nor table=FILE"),
         (["--len", 5], "--len says nothing without --memory"),
         (["--memory", "1GB", "--len", 0], "len=0: need at least 1"),
         (["--memory", "0GB"], "memory=0: need at least 1"),
@@ -211,9 +262,9 @@ def test_the_keys_of_the_document_are_stable():
     assert doc["layout"] == {"tp": 8, "dp_attention": 1, "ep": 1, "pp": 1, "attention_tp": 8, "ranks": 8}
     prologue = doc["prologues"][0]
     assert list(prologue) == ["kind", "buffers", "paths", "chosen", "reason"]
-    assert list(prologue["buffers"][0]) == ["segments", "pad", "rows", "depth", "bytes"]
+    assert list(prologue["buffers"][0]) == ["segments", "pad", "rows", "depth", "format", "bytes"]
     assert list(prologue["paths"][0]) == ["path", "ok", "reason", "gemms"]
-    assert list(prologue["paths"][0]["gemms"][0]) == ["name", "rows", "depth", "batch", "parts"]
+    assert list(prologue["paths"][0]["gemms"][0]) == ["name", "rows", "depth", "batch", "parts", "side", "inside"]
     assert list(doc["footprints"][0]) == [
         "ranks", "layers", "kda_layers", "mla_layers", "weight_bytes", "pad_bytes", "fusion_bytes",
         "state_bytes_per_request", "latent_bytes_per_token",

@@ -8,6 +8,7 @@ from helpers.oracle import Session
 from transformers import AutoModelForCausalLM, KimiLinearConfig
 
 from anabranch.config.fusion import FusionConfig
+from anabranch.fusion.plan import EAGER
 from anabranch.models.load import load_model
 
 PROMPTS = [[5, 17, 3, 88, 41, 2, 9], [1], [(13 * i + 7) % 96 for i in range(70)]]
@@ -62,7 +63,7 @@ def written(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
 def test_same_greedy_tokens_and_logits(written, prompt, fusion):
     path, theirs = written
     ours = load_model(path, dtype="float32", device="cpu", fusion=FusionConfig(kda=fusion))
-    assert ours.model.layers["0"].self_attn.prologue.choose(1).name == fusion
+    assert ours.model.layers["0"].self_attn.prologue.choose(1, EAGER).name == fusion
     count = 64
     out = theirs.generate(
         torch.tensor([prompt]),
