@@ -28,6 +28,7 @@ def chat(
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     max_len: options.MaxLen = 4096,
+    lora: options.Lora = None,
 ) -> None:
     """Talk to the model; an empty line or end of input leaves."""
     from anabranch import LLM, FusionConfig, SamplingParams
@@ -41,6 +42,7 @@ def chat(
         deterministic=deterministic,
         max_len=max_len,
         max_seqs=1,
+        lora=lora,
         progress=sys.stderr.isatty(),
     )
     messages = [{"role": "system", "content": system}] if system else []

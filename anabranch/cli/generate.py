@@ -31,6 +31,7 @@ def generate(
     load_format: options.LoadFormat = "auto",
     mla_norm_eps: options.MlaNormEps = None,
     max_len: options.MaxLen = 4096,
+    lora: options.Lora = None,
 ) -> None:
     """Complete a prompt; text streams to standard output."""
     from anabranch import LLM, FusionConfig, SamplingParams
@@ -57,6 +58,7 @@ def generate(
         mla_norm_eps=mla_norm_eps,
         max_len=max_len,
         max_seqs=1,
+        lora=lora,
         progress=sys.stderr.isatty(),
     )
     if as_json:

@@ -12,6 +12,7 @@ def init_checkpoint(
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     shards: Annotated[int, typer.Option(help="Number of weight files.")] = 1,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Attention projections in block-FP8.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Write into a directory that is not empty.")] = False,
 ) -> None:
     """Write a tiny model in the released format: config, tokenizer and seeded random weights."""
@@ -22,6 +23,6 @@ def init_checkpoint(
         raise ValueError(f"{target}: is a file; need a directory")
     if not force and target.is_dir() and any(target.iterdir()):
         raise ValueError(f"{target}: directory is not empty; --force writes into it all the same")
-    tiny.init_checkpoint(architecture, target, seed=seed, dtype=dtype, shards=shards)
+    tiny.init_checkpoint(architecture, target, seed=seed, dtype=dtype, shards=shards, fp8=fp8)
     size = sum(file.stat().st_size for file in target.glob("*.safetensors"))
     typer.echo(f"wrote {target} ({size / 1e6:.1f} MB of weights)")

@@ -5,16 +5,31 @@ from typing import Annotated
 
 import typer
 
-Model = Annotated[Path, typer.Argument(help="Checkpoint directory in Hugging Face layout.")]
+
+def _directory(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"{path}: {'not a' if path.exists() else 'no such'} directory; need a checkpoint directory")
+    return path
+
+
+Model = Annotated[Path, typer.Argument(help="Checkpoint directory in Hugging Face layout.", callback=_directory)]
 Fusion = Annotated[
     list[str] | None,
-    typer.Option("--fusion", help="KIND=PATH: kda=auto|separate|split|whole or mla=auto|separate|merged. Repeatable."),
+    typer.Option(
+        "--fusion",
+        help="kda=auto|separate|split|whole|overlap|single, mla=auto|separate|merged|overlap|single, or table=FILE "
+        "(measured times for auto). Repeatable.",
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 LoadFormat = Annotated[str, typer.Option(help="auto, safetensors, or dummy (seeded random weights).")]
 MlaNormEps = Annotated[
     float | None, typer.Option(help="Eps of the MLA latent norms; default 1e-6 (SGLang and vLLM: 1e-5).")
+]
+Lora = Annotated[
+    Path | None,
+    typer.Option(help="Directory of a PEFT LoRA adapter on attention projections, applied to every answer."),
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]

@@ -2,11 +2,16 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anabranch.cli import options
+
+if TYPE_CHECKING:
+    import socket
+
+    from anabranch.server.settings import ServerSettings
 
 
 def serve(
@@ -20,6 +25,7 @@ def serve(
     parser: Annotated[str, typer.Option(help="kimi: reasoning, content, tool calls; none: raw text.")] = "kimi",
     max_queue: Annotated[int, typer.Option(help="Answers that may wait beyond --max-seqs.")] = 256,
     max_body_mb: Annotated[int, typer.Option(help="Longest request body, in 2^20 bytes.")] = 32,
+    body_timeout: Annotated[float, typer.Option(help="Seconds that a request body may take to arrive.")] = 30.0,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds that an answer may take.")] = None,
     drain: Annotated[float, typer.Option(help="Seconds that answers get to end at SIGTERM.")] = 30.0,
     profile_dir: Annotated[Path | None, typer.Option(help="Allows /start_profile, and takes its traces.")] = None,
@@ -38,12 +44,11 @@ def serve(
     device: options.Device = "auto",
     load_format: options.LoadFormat = "auto",
     mla_norm_eps: options.MlaNormEps = None,
+    lora: options.Lora = None,
 ) -> None:
     """Serve the model over HTTP with the OpenAI API."""
-    from anabranch import LLM, FusionConfig
-    from anabranch.engine.service import EngineService
-    from anabranch.server.app import create_app
-    from anabranch.server.process import listen, run
+    from anabranch import FusionConfig
+    from anabranch.server.process import listen
     from anabranch.server.settings import ServerSettings
 
     settings = ServerSettings(
@@ -54,29 +59,49 @@ def serve(
         parser=parser,
         max_body_bytes=max_body_mb << 20,
         max_queue=max_queue,
+        body_timeout_s=body_timeout,
         request_timeout_s=request_timeout,
         drain_s=drain,
         profile_dir=profile_dir,
     )
     sock = listen(settings)  # before the weights are read: a port in use is told at once
-    llm = LLM(
-        model,
-        dtype=dtype,
-        device=device,
-        fusion=FusionConfig.parse(fusion or []),
-        ops=options.parse_ops(op or []),
-        deterministic=deterministic,
-        load_format=load_format,
-        max_seqs=max_seqs,
-        max_len=max_len,
-        prefill_chunk=prefill_chunk,
-        prefix_cache=prefix_cache,
-        memory_fraction=memory_fraction,
-        eager=eager,
-        graph_sizes=options.parse_sizes(graph_sizes),
-        state_dtype=state_dtype,
-        mla_norm_eps=mla_norm_eps,
-        progress=sys.stderr.isatty(),
-    )
-    typer.echo(str(llm.memory), err=True)
-    run(create_app(EngineService(llm), settings), sock)
+    llm = {
+        "dtype": dtype,
+        "device": device,
+        "fusion": FusionConfig.parse(fusion or []),
+        "ops": options.parse_ops(op or []),
+        "deterministic": deterministic,
+        "load_format": load_format,
+        "max_seqs": max_seqs,
+        "max_len": max_len,
+        "prefill_chunk": prefill_chunk,
+        "prefix_cache": prefix_cache,
+        "memory_fraction": memory_fraction,
+        "eager": eager,
+        "graph_sizes": options.parse_sizes(graph_sizes),
+        "state_dtype": state_dtype,
+        "mla_norm_eps": mla_norm_eps,
+        "lora": lora,
+        "progress": sys.stderr.isatty(),
+    }
+    _serve(model, llm, settings, sock)
+
+
+def _serve(model: Path, llm: dict[str, Any], settings: "ServerSettings", sock: "socket.socket") -> None:
+    from anabranch.engine.messages import EngineFailed
+    from anabranch.engine.process import EngineProcess
+    from anabranch.engine.service import EngineService
+    from anabranch.models.tokenizer import Tokenizer, has_tokenizer
+    from anabranch.server.app import create_app
+    from anabranch.server.process import run
+
+    try:
+        with EngineProcess(model, llm) as engine:
+            # while the engine loads
+            tokenizer = None if llm["load_format"] == "dummy" and not has_tokenizer(model) else Tokenizer.load(model)
+            engine.load()
+            typer.echo(engine.facts.memory, err=True)
+            run(create_app(EngineService(engine), tokenizer, settings), sock)
+    except EngineFailed as failure:
+        typer.echo(f"error: {failure}", err=True)
+        raise typer.Exit(1) from None

@@ -1,6 +1,6 @@
 """Bytes of a model in a layout, rank by rank: counted on the real modules and cache shapes, built without memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,10 +52,16 @@ class Capacity:
 
 
 def meta_model(
-    config: ModelConfig, layout: Layout, rank: int, dtype: torch.dtype, fusion: FusionConfig
+    config: ModelConfig,
+    layout: Layout,
+    rank: int,
+    dtype: torch.dtype,
+    fusion: FusionConfig,
+    adapted: Collection[str] = (),
 ) -> KimiForCausalLM:
     """The model of global rank `rank` on the meta device: every shape, no memory."""
-    return KimiForCausalLM(config, parallel=layout.rank(rank), fusion=fusion, dtype=dtype, device="meta")
+    place = layout.rank(rank)
+    return KimiForCausalLM(config, parallel=place, fusion=fusion, dtype=dtype, device="meta", adapted=adapted)
 
 
 def footprint(model: KimiForCausalLM, layout: Layout, state_dtype: torch.dtype) -> Footprint:

@@ -1,6 +1,6 @@
 """Offline inference in the habit of this field: LLM(path).generate([...])."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from anabranch.models.chat import ChatRenderer
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.models.load import load_model
 from anabranch.models.tokenizer import Tokenizer, has_tokenizer
+from anabranch.models.update import update_weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,7 @@ class LLM:
         graph_sizes: decode batch sizes that get a graph; None takes a ladder up to max_seqs.
         state_dtype: "float32" or "bfloat16" for the recurrent state.
         mla_norm_eps: eps of the MLA latent norms; None takes the released code's 1e-6 (SGLang and vLLM use 1e-5).
+        lora: directory of a PEFT LoRA adapter on attention projections, applied to every request.
         seed: of dummy weights.
         progress: show a progress bar while loading.
 
@@ -101,6 +103,7 @@ class LLM:
         graph_sizes: Sequence[int] | None = None,
         state_dtype: str = "float32",
         mla_norm_eps: float | None = None,
+        lora: str | Path | None = None,
         seed: int = 0,
         progress: bool = False,
     ) -> None:
@@ -121,6 +124,7 @@ class LLM:
             load_format=load_format,
             seed=seed,
             mla_norm_eps=mla_norm_eps,
+            lora=lora,
             progress=progress,
         )
         self.max_len = min(max_len, self.model.config.max_context)
@@ -208,6 +212,30 @@ class LLM:
         """The assistant's next turn."""
         return self.generate([self.chat_prompt(messages, **options)], params)[0]
 
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Overwrite weights of the running model in place, all of them or none, and forget cached prefixes.
+
+        Args:
+            weights: (name, unsharded tensor), as in `models.update.update_weights`. What is not named stays.
+
+        Returns:
+            How many weights were written.
+
+        Raises:
+            ValueError: requests are running or waiting (their states belong to the old weights: finish or abort them
+                first), or a name, shape, dtype or value is refused. The model is then unchanged.
+        """
+        if self.engine.busy:
+            scheduler = self.engine.scheduler
+            raise ValueError(
+                f"update_weights: {len(scheduler.running)} requests are running and {len(scheduler.waiting)} waiting; "
+                "finish or abort them first"
+            )
+        written = update_weights(self.model, weights)
+        if self.engine.scheduler.prefix is not None:
+            self.engine.scheduler.prefix.flush()
+        return written
+
     def request(self, prompt: str | Sequence[int], params: SamplingParams, *, skip_special: bool = True) -> Request:
         """A request for the engine; `skip_special` leaves special tokens out of its text.
 
@@ -220,9 +248,7 @@ class LLM:
             ids = self.tokenizer.encode(prompt)
         else:
             ids = list(prompt)
-        vocab = self.engine.runner.vocab
-        if wrong := [t for t in (*ids, *params.logit_bias, *params.stop_token_ids) if not 0 <= t < vocab]:
-            raise ValueError(f"token id {wrong[0]} is outside the vocabulary 0..{vocab - 1}")
+        self.engine.limits.check_ids(ids, params)
         decoder = self.tokenizer.stream(skip_special=skip_special) if self.tokenizer else None
         return Request(id=next(self._ids), prompt=ids, params=params, text=TextStream(decoder, params.stop))
 

@@ -4,18 +4,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from anabranch.config.model import ModelConfig
+from anabranch.models.fp8 import SCALE, Dequantized, as_grid, stored_fp8
 from anabranch.models.kimi import KimiForCausalLM
-from anabranch.models.manifest import Reading, make_manifest
+from anabranch.models.manifest import Manifest, Reading, make_manifest
 from anabranch.models.shards import has_packed_experts, open_shard, scan
-from anabranch.models.weights import StoredPart, copy_shard
-
-_NAN_SCALE = 255  # the one E8M0 byte that is no power of two
+from anabranch.models.weights import NAN_SCALE, Part, Sliceable, StoredPart, copy_shard, span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +23,8 @@ class LoadReport:
     """What one rank took from a checkpoint.
 
     Attributes:
-        tensors: official tensors copied into this rank, whole or its part of them.
+        tensors: official tensors read into this rank, whole or its part of them.
+        dequantized: block-FP8 weights among them that are held in the model's dtype.
         elsewhere: official tensors that only other ranks hold (whole experts, other pipeline stages).
         vision: tensors of the vision tower and projector, skipped.
         ignored: rotary tables and layers beyond the model's, skipped.
@@ -33,6 +34,7 @@ class LoadReport:
     """
 
     tensors: int
+    dequantized: int
     elsewhere: int
     vision: int
     ignored: int
@@ -41,12 +43,15 @@ class LoadReport:
     seconds: float
 
 
-def detect_expert_format(path: str | Path) -> Literal["plain", "mxfp4"]:
-    """Format of the routed experts by what the files hold, since a config may say either.
+def detect_formats(path: str | Path, config: ModelConfig) -> ModelConfig:
+    """`config` with the format of the routed experts and the block-FP8 weights that the files hold, since a config
+    may say anything.
 
     ValueError: as `load_checkpoint` for files that cannot be read.
     """
-    return "mxfp4" if has_packed_experts(scan(path)) else "plain"
+    stored = scan(path)
+    experts: Literal["plain", "mxfp4"] = "mxfp4" if has_packed_experts(stored) else "plain"
+    return replace(config, expert_format=experts, fp8=stored_fp8(stored, config))
 
 
 def load_checkpoint(model: KimiForCausalLM, path: str | Path, *, progress: bool | None = None) -> LoadReport:
@@ -62,21 +67,24 @@ def load_checkpoint(model: KimiForCausalLM, path: str | Path, *, progress: bool 
 
     Raises:
         ValueError: in one line with tensor and file: a damaged or missing file; a missing, unexpected, doubled,
-            mis-shaped or mis-typed tensor; an unsupported quantisation; experts in another format than the model's;
+            mis-shaped or mis-typed tensor; an unsupported quantisation; weights in another format than the model's;
             a value that is NaN or infinite in the model's dtype.
     """
     start, directory = time.perf_counter(), Path(path)
     manifest = make_manifest(scan(directory), model.config, directory)
     views: dict[str, torch.Tensor] = model.state_dict()
     work = {file: _local(tensors, views) for file, tensors in manifest.files.items()}
+    grids = _read_grids(manifest, views)
     shown = sys.stderr.isatty() and model.parallel.tp_rank == model.parallel.pp_rank == 0
     size = 0
     with _bar(shown if progress is None else progress, sum(map(len, work.values()))) as advance:
         for file, tensors in work.items():
-            size += _read_file(file, tensors, views, model, advance) if tensors else 0
+            size += _read_file(file, tensors, views, grids, model, advance) if tensors else 0
+    here = len(views) + len(grids)
     return LoadReport(
-        tensors=len(views),
-        elsewhere=sum(len(parts) for tensors in manifest.files.values() for _, parts in tensors) - len(views),
+        tensors=here,
+        dequantized=len(grids),
+        elsewhere=sum(len(parts) for tensors in manifest.files.values() for _, parts in tensors) - here,
         vision=manifest.vision,
         ignored=manifest.ignored,
         files=sum(map(bool, work.values())),
@@ -91,10 +99,36 @@ def _local(tensors: Reading, views: Mapping[str, torch.Tensor]) -> Reading:
     return [(stored, parts) for stored, parts in local if parts]
 
 
+def _read_grids(manifest: Manifest, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Scales of the block-FP8 weights that this rank holds in plain form, by the weight's name."""
+    grids = {}
+    for file, tensors in manifest.files.items():
+        wanted = {
+            stored: weight
+            for stored, [part, *_] in tensors
+            if part.name.endswith(SCALE) and part.name not in views
+            and (weight := part.name.removesuffix(SCALE) + ".weight") in views
+        }  # fmt: skip
+        if wanted:
+            with open_shard(file) as shard:
+                grids |= {weight: as_grid(shard.get_tensor(stored)) for stored, weight in wanted.items()}
+    return grids
+
+
+def _full(shard: Any, stored: str, part: Part, grids: Mapping[str, torch.Tensor]) -> Sliceable:
+    """One official tensor, unsharded, in the form in which this rank holds it."""
+    if part.name.endswith(SCALE):
+        return as_grid(shard.get_tensor(stored))
+    source = shard.get_slice(stored)
+    full = StoredPart(source, tuple(source.get_shape()), part)
+    return Dequantized(full, grids[part.name]) if part.name in grids else full
+
+
 def _read_file(
     file: Path,
     tensors: Reading,
     views: Mapping[str, torch.Tensor],
+    grids: Mapping[str, torch.Tensor],
     model: KimiForCausalLM,
     advance: Callable[[], None],
 ) -> int:
@@ -102,9 +136,8 @@ def _read_file(
     filled: list[tuple[str, torch.Tensor]] = []
     with open_shard(file) as shard:
         for stored, parts in tensors:
-            source = shard.get_slice(stored)
             for part in parts:
-                full = StoredPart(source, tuple(source.get_shape()), part)
+                full = _full(shard, stored, part, grids)
                 filled.append((stored, copy_shard(views[part.name], full, part.name, model.config, model.parallel)))
             advance()
         _check_finite(file, filled)
@@ -113,28 +146,15 @@ def _read_file(
 
 def _check_finite(file: Path, filled: Sequence[tuple[str, torch.Tensor]]) -> None:
     """One synchronisation a file, and no temporary of a tensor's size unless something is wrong."""
-    suspects = torch.stack([_span(name, view) for name, view in filled])
+    suspects = torch.stack([span(name, view) for name, view in filled])
     bad = [filled[i] for i in torch.nonzero(~torch.isfinite(suspects)).flatten().tolist()]
     if bad:
         name, view = bad[0]
-        count = int((view == _NAN_SCALE if _is_scale(name) else ~torch.isfinite(view)).sum())
-        kind = "an MXFP4 scale" if _is_scale(name) else str(view.dtype).removeprefix("torch.")
+        scale = view.dtype == torch.uint8
+        count = int((view == NAN_SCALE if scale else ~torch.isfinite(view.float())).sum())
+        kind = "an MXFP4 scale" if scale else str(view.dtype).removeprefix("torch.")
         more = f" (and {len(bad) - 1} more tensors)" if len(bad) > 1 else ""
         raise ValueError(f"{file}: tensor {name} has {count} values that are NaN or infinite as {kind}{more}")
-
-
-def _span(name: str, view: torch.Tensor) -> torch.Tensor:
-    """A scalar that is finite exactly if every value is."""
-    if view.numel() == 0 or name.endswith(".weight_packed"):
-        return torch.zeros((), dtype=torch.float64, device=view.device)
-    low, high = torch.aminmax(view)
-    if _is_scale(name):
-        return torch.where(high == _NAN_SCALE, torch.inf, 0.0).double()
-    return high.double() - low.double()
-
-
-def _is_scale(name: str) -> bool:
-    return name.endswith(".weight_scale")
 
 
 @contextmanager

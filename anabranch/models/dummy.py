@@ -8,10 +8,12 @@ import torch
 from anabranch.config.model import ModelConfig
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.models.weights import RULES, leaf_of, rank_of
+from anabranch.ops.fp8_linear.reference import BLOCK, CODES
 
 _STD = 0.02
 # E2M1 codes drawn evenly have an RMS of 2.93; these two scales, 2^-8 and 2^-7, bring it to 0.018
 _SCALES = (119, 120)
+_CODE_STD = 64.0  # of block-FP8 codes, so that their scale is a constant
 
 
 def load_dummy(model: KimiForCausalLM, seed: int = 0) -> None:
@@ -40,6 +42,11 @@ def _fill(view: torch.Tensor, name: str, config: ModelConfig, generator: torch.G
     leaf = leaf_of(name)
     if name.endswith(".weight_packed"):
         view.random_(0, 256, generator=generator)
+    elif name.endswith(".weight_scale_inv"):
+        view.fill_(_STD / _CODE_STD)
+    elif view.dtype == CODES:
+        for rows in view.split(BLOCK):
+            rows.copy_(torch.empty(rows.shape, device=view.device).normal_(0, _CODE_STD, generator=generator))
     elif name.endswith(".weight_scale"):
         view.random_(_SCALES[0], _SCALES[-1] + 1, generator=generator)
     elif leaf.endswith("norm"):

@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 
 from anabranch.config.model import ModelConfig
+from anabranch.ops.fp8_linear.reference import CODES, blocks
 from anabranch.ops.mxfp4.reference import GROUP
 
 # model dtypes, as config.json and options name them
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-_BF16, _FP32, _U8 = torch.bfloat16, torch.float32, torch.uint8
+_BF16, _FP32, _U8, _FP8 = torch.bfloat16, torch.float32, torch.uint8, CODES
 _A_LOG_ALIGN = 128  # Kimi-K3 stores 128 values for its 96 heads
 
 
@@ -34,7 +35,7 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
     """Official name -> spec of every text tensor, unsharded (model_spec section 10).
 
     Names are those of the state dict; a Kimi-K3 checkpoint puts `language_model.` before each. Experts are packed or
-    plain by `config.expert_format`.
+    plain by `config.expert_format`; a weight in `config.fp8` comes with the scales of its blocks.
     """
     table, hidden = (config.vocab_size, config.hidden_size), (config.hidden_size,)
     tensors = {"model.embed_tokens.weight": TensorSpec(table, _BF16)}
@@ -45,13 +46,26 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
         tensors["model.output_attn_res_proj.weight"] = TensorSpec((1, *hidden), _BF16)
     tensors["model.norm.weight"] = TensorSpec(hidden, _BF16)
     tensors["lm_head.weight"] = TensorSpec(table, _BF16)
-    return tensors
+    return _with_fp8(tensors, frozenset(config.fp8))
+
+
+def _with_fp8(tensors: dict[str, TensorSpec], modules: frozenset[str]) -> dict[str, TensorSpec]:
+    if not modules:
+        return tensors
+    result = {}
+    for name, spec in tensors.items():
+        module, inside = name.removesuffix(".weight"), name.removesuffix(".weight") in modules
+        result[name] = TensorSpec(spec.shape, _FP8) if inside else spec
+        if inside:
+            rows, columns = spec.shape
+            result[f"{module}.weight_scale_inv"] = TensorSpec((blocks(rows), blocks(columns)), _FP32)
+    return result
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Elements of all text tensors, an MXFP4 weight counted as what it unpacks to and its scales not at all."""
+    """Elements of all text tensors, an MXFP4 weight counted as what it unpacks to and scales not at all."""
     # elements that one stored element stands for
-    worth = {"weight_packed": 2, "weight_scale": 0}
+    worth = {"weight_packed": 2, "weight_scale": 0, "weight_scale_inv": 0}
     tensors = checkpoint_tensors(config).items()
     return sum(worth.get(name.rpartition(".")[2], 1) * math.prod(spec.shape) for name, spec in tensors)
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import torch
 
 from anabranch.config.model import ModelConfig
+from anabranch.models.fp8 import CODES, SCALE, official_scale, weight_of_scale
 from anabranch.models.inventory import TensorSpec, checkpoint_tensors
 from anabranch.models.shards import StoredTensor, has_packed_experts
 from anabranch.models.weights import Part, leaf_of, locate, stored_shape
+from anabranch.ops.fp8_linear import reference as fp8
 
 _FLOATS = ("BF16", "F16", "F32", "F64")
-_SCALES = (".weight_scale", ".weight_scale_inv", ".input_scale")
 _SHOWN = 3  # names in a message before "and N more"
 
 # stored name and the official tensors in it, for each tensor that a file is read for
@@ -50,12 +51,15 @@ def make_manifest(stored: Mapping[str, StoredTensor], config: ModelConfig, where
         if isinstance(parts, str):
             skipped[parts] += 1
             continue
-        _check_not_fp8(name, stored)
+        if _scales_codes(name, stored):
+            parts = [part._replace(name=official_scale(part.name)) for part in parts]
         if any(part.name not in tensors for part in parts):
             unexpected.append(name)
         else:
             _claim(name, parts, stored, holders)
-            _check_stored(name, tensor, _needed_shape(tensor, parts, tensors, config), tensors[parts[0].name].dtype)
+            _check_stored(
+                name, tensor, needed_shape(tensor.shape, parts, tensors, config), tensors[parts[0].name].dtype
+            )
             files.setdefault(tensor.file, []).append((name, parts))
     if unexpected:
         more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
@@ -73,32 +77,30 @@ def _claim(name: str, parts: list[Part], stored: Mapping[str, StoredTensor], hol
             )
 
 
-def _check_not_fp8(name: str, stored: Mapping[str, StoredTensor]) -> None:
-    tensor = stored[name]
-    scale = name.endswith(_SCALES) and f"{name.rpartition('.')[0]}.weight" in stored
-    if scale or tensor.dtype.startswith("F8_"):
-        what = "attention" if ".self_attn." in name else "weights"
-        raise ValueError(
-            f"{tensor.file}: tensor {name} ({tensor.dtype}): block-FP8 {what} is not supported yet; "
-            f"need {', '.join(_FLOATS)}, or MXFP4 experts"
-        )
+def _scales_codes(name: str, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether this tensor holds the scales of FP8 codes, under either spelling."""
+    if name.endswith(".input_scale"):
+        raise ValueError(f"{stored[name].file}: tensor {name} quantises activations; need weight-only block-FP8")
+    weight = stored.get(weight_of_scale(name) or "")
+    return weight is not None and weight.dtype.startswith("F8_")
 
 
-def _needed_shape(
-    tensor: StoredTensor, parts: list[Part], tensors: Mapping[str, TensorSpec], config: ModelConfig
+def needed_shape(
+    shape: tuple[int, ...], parts: list[Part], tensors: Mapping[str, TensorSpec], config: ModelConfig
 ) -> tuple[int, ...]:
+    """What a tensor that holds `parts` must be shaped like; `shape` itself where it is as good as the official one."""
     needed, heads = stored_shape(parts, tensors), config.kda.heads
-    if leaf_of(parts[0].name) == "A_log":
-        # any single run of values that covers the heads is as good as the official one
-        run = max(tensor.shape, default=0)
-        return tensor.shape if run == math.prod(tensor.shape) >= heads else needed
+    if leaf_of(parts[0].name) == "A_log" and max(shape, default=0) == math.prod(shape) >= heads:
+        return shape  # any single run of values that covers the heads
+    if parts[0].name.endswith(SCALE) and shape == (needed[0], 1, needed[-1], 1):
+        return shape
     return needed
 
 
 def _check_stored(name: str, tensor: StoredTensor, needed: tuple[int, ...], dtype: torch.dtype) -> None:
     if tensor.shape != needed:
         raise ValueError(f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, need {list(needed)}")
-    accepted = ("U8",) if dtype == torch.uint8 else _FLOATS
+    accepted = {torch.uint8: ("U8",), fp8.CODES: (CODES,)}.get(dtype, _FLOATS)
     if tensor.dtype not in accepted:
         raise ValueError(f"{tensor.file}: tensor {name} has dtype {tensor.dtype}, need {' or '.join(accepted)}")
 
@@ -109,7 +111,8 @@ def _check_complete(
     missing = [name for name in tensors if name not in holders]
     for name in missing:
         base, _, kind = name.rpartition(".weight_")
-        twin = holders.get(f"{base}.weight_{'scale' if kind == 'packed' else 'packed'}")
+        halves = {"packed": "weight_scale", "scale": "weight_packed", "scale_inv": "weight"}
+        twin = holders.get(f"{base}.{halves.get(kind)}")
         if twin:
             raise ValueError(f"{stored[twin].file}: tensor {twin} is there, but not its other half {name}")
     if missing:

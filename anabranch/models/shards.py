@@ -50,7 +50,7 @@ def scan(path: str | Path) -> dict[str, StoredTensor]:
     files = _weight_files(directory, index)
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        for name, tensor in _read_header(file):
+        for name, tensor in read_header(file):
             if name in tensors:
                 raise ValueError(f"{file}: tensor {name} is in {tensors[name].file.name} as well")
             tensors[name] = tensor
@@ -96,7 +96,7 @@ def _weight_files(directory: Path, index: dict[str, str]) -> list[Path]:
     return files
 
 
-def _read_header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+def read_header(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     with open_shard(file) as shard:
         names: list[str] = shard.keys()
         for name in names:

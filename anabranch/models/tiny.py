@@ -17,6 +17,8 @@ from anabranch.models.inventory import DTYPES, checkpoint_tensors
 from anabranch.models.shards import INDEX_FILE, SINGLE_FILE
 from anabranch.models.tokenizer import byte_level_tokenizer, write_tokenizer_files
 from anabranch.models.weights import leaf_of
+from anabranch.ops.fp8_linear import reference as fp8_linear
+from anabranch.ops.fp8_linear.reference import BLOCK, CODES
 from anabranch.ops.mxfp4.reference import quantize
 
 # ids 256..271, in the order of the released vocabularies; flag: left out when special tokens are skipped
@@ -72,8 +74,10 @@ _COMMON: dict[str, Any] = {
 _LINEAR_ATTENTION = {"head_dim": 16, "num_heads": 8, "short_conv_kernel_size": 4}
 
 
-def tiny_config(architecture: str, dtype: str = "bfloat16") -> dict[str, Any]:
+def tiny_config(architecture: str, dtype: str = "bfloat16", *, fp8: bool = False) -> dict[str, Any]:
     """config.json of the tiny model "kl" (6 layers) or "k3" (9 layers, residual blocks of 3, MXFP4 experts).
+
+    `fp8`: attention projections in block-FP8.
 
     ValueError: another architecture or dtype.
     """
@@ -81,7 +85,14 @@ def tiny_config(architecture: str, dtype: str = "bfloat16") -> dict[str, Any]:
         raise ValueError(f"architecture={architecture!r}: accepted are {', '.join(SPECIALS)}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}: accepted are {', '.join(DTYPES)}")
-    return _tiny_kl(dtype) if architecture == "kl" else _tiny_k3(dtype)
+    raw = _tiny_kl(dtype) if architecture == "kl" else _tiny_k3(dtype)
+    if fp8 and architecture == "kl":
+        raw["quantization_config"] = _fp8_config()
+    elif fp8:
+        groups = raw["text_config"]["quantization_config"]
+        groups["config_groups"]["group_1"] = _fp8_group()
+        groups["ignore"].remove("re:.*self_attn.*")
+    return raw
 
 
 def _tiny_kl(dtype: str) -> dict[str, Any]:
@@ -163,8 +174,30 @@ def _mxfp4_config() -> dict[str, Any]:
     }
 
 
+def _fp8_config() -> dict[str, Any]:
+    """Everything but attention is left out."""
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": ["mlp", "block_sparse_moe", "lm_head"],
+        "quant_method": "fp8",
+        "weight_block_size": [BLOCK, BLOCK],
+    }
+
+
+def _fp8_group() -> dict[str, Any]:
+    scheme = {"block_structure": [BLOCK, BLOCK], "num_bits": 8, "strategy": "block", "symmetric": True, "type": "float"}
+    return {"format": "float-quantized", "targets": ["re:.*self_attn.*_proj.*"], "weights": scheme}
+
+
 def init_checkpoint(
-    architecture: str, out_dir: str | Path, *, seed: int = 0, dtype: str = "bfloat16", shards: int = 1
+    architecture: str,
+    out_dir: str | Path,
+    *,
+    seed: int = 0,
+    dtype: str = "bfloat16",
+    shards: int = 1,
+    fp8: bool = False,
 ) -> None:
     """Write a tiny random checkpoint in the released format into `out_dir` (made if needed).
 
@@ -176,11 +209,12 @@ def init_checkpoint(
         seed: of the weights.
         dtype: of every tensor that the released checkpoints store in bfloat16.
         shards: weight files; more than one come with an index.
+        fp8: attention projections in block-FP8.
 
     Raises:
         ValueError: another architecture or dtype, or an impossible number of shards.
     """
-    raw = tiny_config(architecture, dtype)
+    raw = tiny_config(architecture, dtype, fp8=fp8)
     config = parse_model_config(raw)
     weights = random_weights(config, seed, DTYPES[dtype])
     out = Path(out_dir)
@@ -208,7 +242,10 @@ def random_weights(config: ModelConfig, seed: int, dtype: torch.dtype) -> dict[s
             weights[name], weights[f"{base}.weight_scale"] = quantize(
                 _random(name, (rows, 2 * packed_columns), seed, config)
             )
-        elif kind != "scale":
+        elif spec.dtype == CODES:
+            values = _random(name, spec.shape, seed, config)
+            weights[name], weights[f"{name}_scale_inv"] = fp8_linear.quantize(values)
+        elif not kind.startswith("scale"):
             stored = dtype if spec.dtype == torch.bfloat16 else spec.dtype
             weights[name] = _random(name, spec.shape, seed, config).to(stored)
     return weights

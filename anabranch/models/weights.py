@@ -11,6 +11,9 @@ from anabranch.config.model import ModelConfig
 from anabranch.config.parallel import ParallelConfig
 from anabranch.layers.linear import share
 from anabranch.models.inventory import TensorSpec
+from anabranch.ops.fp8_linear.reference import CODES
+
+NAN_SCALE = 255  # the one E8M0 byte that is no power of two
 
 
 class _Stored(Protocol):
@@ -115,6 +118,20 @@ def copy_shard(
         filled.copy_(part)
         view[part.shape[0] :].zero_()
     return filled
+
+
+def span(name: str, values: torch.Tensor) -> torch.Tensor:
+    """An fp64 scalar on the tensor's device that is finite exactly if every value is a number, codes included."""
+    if values.numel() == 0 or name.endswith(".weight_packed"):  # every pair of E2M1 codes is one
+        return torch.zeros((), dtype=torch.float64, device=values.device)
+    if values.dtype == torch.uint8:
+        return torch.where(values.max() == NAN_SCALE, torch.inf, 0.0).double()
+    if values.dtype == CODES:
+        # the two NaN codes of E4M3 are the largest bytes with and without their sign
+        bad = (values.view(torch.int8).max() == 127) | (values.view(torch.uint8).max() == 255)
+        return torch.where(bad, torch.inf, 0.0).double()
+    low, high = torch.aminmax(values)
+    return high.double() - low.double()
 
 
 class Part(NamedTuple):

@@ -14,6 +14,7 @@ from anabranch.config.hf import parse_model_config
 from anabranch.config.model import ModelConfig
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.models.tiny import random_weights, tiny_config, write_weights
+from anabranch.ops.fp8_linear.reference import dequantize
 
 Tensors = dict[str, torch.Tensor]
 
@@ -111,3 +112,24 @@ def in_memory(tensors: Tensors, config: ModelConfig) -> Tensors:
 
 def _expert(name: str, expert: int, part: int) -> str:
     return name.replace("mlp.experts.0.w1", f"block_sparse_moe.experts.{expert}.w{part}")
+
+
+def raw_fp8(architecture: str, **changes: Any) -> dict[str, Any]:
+    """config.json of the tiny model with attention in block-FP8."""
+    raw = tiny_config(architecture, fp8=True)
+    raw.get("text_config", raw).update(changes)
+    return raw
+
+
+def dequantized(weights: Tensors) -> Tensors:
+    """The plain twin: every block-FP8 weight as the fp32 values that it stands for."""
+    scales = {name.removesuffix("_scale_inv"): t for name, t in weights.items() if name.endswith(".weight_scale_inv")}
+    plain = {name: t for name, t in weights.items() if not name.endswith(".weight_scale_inv")}
+    return plain | {name: dequantize(plain[name], scale) for name, scale in scales.items()}
+
+
+def with_exact_scales(weights: Tensors) -> Tensors:
+    """Scales rounded to powers of two, so that bf16 holds every dequantised value exactly."""
+    return {
+        name: torch.exp2(t.log2().round()) if name.endswith(".weight_scale_inv") else t for name, t in weights.items()
+    }

@@ -22,8 +22,9 @@ from helpers.checkpoints import (
 )
 
 from anabranch.config.fusion import FusionConfig
+from anabranch.config.hf import load_model_config
 from anabranch.config.parallel import ParallelConfig
-from anabranch.models.checkpoint import detect_expert_format, load_checkpoint
+from anabranch.models.checkpoint import detect_formats, load_checkpoint
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.models.load import load_model
 from anabranch.models.weights import copy_shard
@@ -186,7 +187,7 @@ class TestLoadModel:
         raw = raw_config("k3") if lie == "mxfp4" else raw_config("k3", quantization_config=None)
         directory = write(official(CONFIGS[case]), tmp_path, raw)
         held = CONFIGS[case].expert_format
-        assert detect_expert_format(directory) == held != lie
+        assert detect_formats(directory, load_model_config(directory)).expert_format == held != lie
         model = load_model(directory, device="cpu")
         assert model.config == replace(CONFIGS[case], expert_format=held)
         assert same(model, truth(case))

@@ -1,6 +1,7 @@
 """Every fault of a checkpoint is one line that names the tensor and the file, and nothing is loaded."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from anabranch.models.checkpoint import load_checkpoint
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.models.load import load_model
+from anabranch.ops.fp8_linear.reference import quantize
 
 KL, K3 = config_of("kl"), config_of("k3")
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -30,7 +32,8 @@ def complaint(config, directory, **kw) -> str:
     assert len(message.splitlines()) == 1
     assert message.startswith(str(directory)), message
     if "NaN" not in message:
-        assert all(torch.isnan(view).all() for view in model.state_dict().values() if view.is_floating_point())
+        held = (view.float() for view in model.state_dict().values() if view.is_floating_point())
+        assert all(torch.isnan(view).all() for view in held)
     return message.removeprefix(str(directory)).lstrip("/")
 
 
@@ -101,20 +104,82 @@ class TestTensors:
 
 
 class TestQuantisation:
-    @pytest.mark.parametrize("kind", ["weight_scale", "weight_scale_inv", "input_scale"])
-    def test_scale_beside_an_attention_projection(self, kind, tensors, tmp_path):
+    @pytest.mark.parametrize("kind", ["weight_scale", "weight_scale_inv"])
+    def test_scale_beside_a_plain_projection(self, kind, tensors, tmp_path):
         name = Q.replace("weight", kind)
         tensors[name] = torch.ones(1, 1)
-        message = complaint(KL, write(tensors, tmp_path))
-        assert message.startswith(f"model.safetensors: tensor {name} (F32): block-FP8 attention is not supported yet")
+        assert complaint(KL, write(tensors, tmp_path)) == f"model.safetensors: unexpected tensor {name}"
 
-    @pytest.mark.parametrize(
-        ("name", "what"), [(Q, "attention"), ("model.layers.1.block_sparse_moe.experts.0.w1.weight", "weights")]
-    )
-    def test_fp8_weight(self, name, what, tensors, tmp_path):
+    def test_quantised_activations(self, tensors, tmp_path):
+        name = Q.replace("weight", "input_scale")
+        tensors[name] = torch.ones(())
+        message = complaint(KL, write(tensors, tmp_path))
+        assert message == f"model.safetensors: tensor {name} quantises activations; need weight-only block-FP8"
+
+    @pytest.mark.parametrize("name", [Q, "model.layers.1.block_sparse_moe.experts.0.w1.weight"])
+    def test_fp8_where_the_model_was_built_plain(self, name, tensors, tmp_path):
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         message = complaint(KL, write(tensors, tmp_path))
-        assert message.startswith(f"model.safetensors: tensor {name} (F8_E4M3): block-FP8 {what} is not supported yet")
+        assert message == f"model.safetensors: tensor {name} has dtype F8_E4M3, need BF16 or F16 or F32 or F64"
+
+    @pytest.fixture
+    def coded(self, tensors):
+        """A model that expects one projection in block-FP8, and a checkpoint that has it."""
+        codes, scale = quantize(tensors[Q])
+        tensors |= {Q: codes, f"{Q}_scale_inv": scale}
+        return replace(KL, fp8=(Q.removesuffix(".weight"),)), tensors
+
+    def test_plain_where_the_model_was_built_fp8(self, coded, tmp_path):
+        config, tensors = coded
+        del tensors[f"{Q}_scale_inv"]
+        tensors[Q] = torch.zeros(128, 64)
+        message = complaint(config, write(tensors, tmp_path))
+        assert message == f"model.safetensors: tensor {Q} has dtype F32, need F8_E4M3"
+
+    def test_codes_without_scales(self, coded, tmp_path):
+        config, tensors = coded
+        del tensors[f"{Q}_scale_inv"]
+        message = complaint(config, write(tensors, tmp_path))
+        assert message == f"model.safetensors: tensor {Q} is there, but not its other half {Q}_scale_inv"
+
+    @pytest.mark.parametrize("shape", [(), (1,), (128, 1), (2, 1), (1, 1, 2, 1)], ids=str)
+    def test_scales_that_are_not_of_blocks(self, shape, coded, tmp_path):
+        config, tensors = coded
+        tensors[f"{Q}_scale_inv"] = torch.ones(shape)
+        message = complaint(config, write(tensors, tmp_path))
+        assert message == f"model.safetensors: tensor {Q}_scale_inv has shape {list(shape)}, need [1, 1]"
+
+    def test_both_spellings_of_a_scale(self, coded, tmp_path):
+        config, tensors = coded
+        tensors[f"{Q}_scale"] = torch.ones(1, 1)
+        message = complaint(config, write(tensors, tmp_path))
+        assert "is in model.safetensors as well, under the name" in message
+        assert f"{Q}_scale_inv" in message
+
+    def test_e5m2_codes(self, coded, tmp_path):
+        config, tensors = coded
+        tensors[Q] = torch.zeros(128, 64, dtype=torch.float8_e5m2)
+        message = complaint(config, write(tensors, tmp_path))
+        assert message == f"model.safetensors: tensor {Q} has dtype F8_E5M2, need F8_E4M3"
+
+    @pytest.mark.parametrize("code", [127, 255])
+    def test_nan_codes(self, code, coded, tmp_path):
+        config, tensors = coded
+        tensors[Q].view(torch.uint8)[5, 7] = code
+        message = complaint(config, write(tensors, tmp_path))
+        assert message == f"model.safetensors: tensor {Q} has 1 values that are NaN or infinite as float8_e4m3fn"
+
+    @pytest.mark.parametrize("code", [126, 254])
+    def test_the_largest_codes_pass(self, code, coded, tmp_path):
+        config, tensors = coded
+        tensors[Q].view(torch.uint8)[5, 7] = code
+        load_checkpoint(KimiForCausalLM(config), write(tensors, tmp_path))
+
+    def test_infinite_scale(self, coded, tmp_path):
+        config, tensors = coded
+        tensors[f"{Q}_scale_inv"][0, 0] = torch.inf
+        message = complaint(config, write(tensors, tmp_path))
+        assert message == f"model.safetensors: tensor {Q}_scale_inv has 1 values that are NaN or infinite as float32"
 
     @pytest.mark.parametrize(("there", "gone"), [("packed", "scale"), ("scale", "packed")])
     def test_half_of_an_mxfp4_pair(self, there, gone, tmp_path):

@@ -16,8 +16,10 @@ from anabranch.models.inventory import checkpoint_tensors
 from anabranch.models.load import load_model
 from anabranch.models.tiny import SPECIALS, init_checkpoint, tiny_config
 from anabranch.models.tokenizer import Tokenizer
+from anabranch.ops.fp8_linear.reference import dequantize
 from anabranch.parallel.layout import Layout
 
+LINEAR = ("_proj", "_with_mqa")
 ARCHITECTURES = {"kl": "kimi_linear", "k3": "kimi_k3"}
 
 
@@ -120,6 +122,27 @@ def test_dtype(dtype, tmp_path):
     assert tensors["model.layers.0.self_attn.dt_bias"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_fp8(architecture, tmp_path):
+    """The config names exactly the projections that the files hold as codes, and the rest is as without."""
+    init_checkpoint(architecture, tmp_path / "plain")
+    init_checkpoint(architecture, tmp_path / "fp8", fp8=True)
+    plain, coded, config = read(tmp_path / "plain"), read(tmp_path / "fp8"), load_model_config(tmp_path / "fp8")
+    prefix = "language_model." if architecture == "k3" else ""
+    codes = {n.removesuffix(".weight") for n, t in coded.items() if t.dtype == torch.float8_e4m3fn}
+    assert codes == {prefix + name for name in config.fp8}
+    attention = {n.removesuffix(".weight") for n in plain if ".self_attn." in n and n.split(".")[-2].endswith(LINEAR)}
+    assert codes == attention
+    scales = {f"{module}.weight_scale_inv" for module in codes}
+    assert coded.keys() == plain.keys() | scales
+    for name, tensor in plain.items():
+        if name.removesuffix(".weight") in codes:
+            back = dequantize(coded[name], coded[f"{name}_scale_inv"])
+            assert (back - tensor.float()).abs().max() <= tensor.float().abs().max() / 15
+        else:
+            assert torch.equal(tensor, coded[name])
+
+
 def test_values_reach_gates_and_caps(tmp_path):
     init_checkpoint("k3", tmp_path)
     tensors = read(tmp_path)
@@ -172,10 +195,10 @@ class TestCommand:
     def test_options(self, tmp_path):
         app = typer.Typer()
         app.command()(command)
-        options = ["--seed", "3", "--dtype", "float32", "--shards", "2", "--out", str(tmp_path / "x")]
+        options = ["--seed", "3", "--dtype", "float32", "--shards", "2", "--fp8", "--out", str(tmp_path / "x")]
         result = CliRunner().invoke(app, ["k3", *options])
         assert result.exit_code == 0, result.output
-        init_checkpoint("k3", tmp_path / "y", seed=3, dtype="float32", shards=2)
+        init_checkpoint("k3", tmp_path / "y", seed=3, dtype="float32", shards=2, fp8=True)
         files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "xy"]
         assert files[0] == files[1]
 
