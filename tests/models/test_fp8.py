@@ -1,4 +1,4 @@
-"""Block-FP8 attention: a checkpoint equals its dequantised twin in every path, layout and spelling, at half the size."""
+"""Block-FP8 attention: a checkpoint equals its dequantised twin in every path, layout and spelling, at half size."""
 
 import copy
 import threading

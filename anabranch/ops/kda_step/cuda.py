@@ -33,6 +33,8 @@ _PLANS: dict[tuple[torch.dtype, bool, bool], tuple[tuple[float, Plan], ...]] = {
     (torch.float32, False, False): (
         (32, Plan("f32_s8_t128x8_reg")),
         (200, Plan("f32_s1_t128x3_tma1_ef")),
+        # between one and two waves: dependents that start during the pass would make the placement uneven
+        (270, Plan("f32_s1_t128x3_tma1_ef", late=True)),
         (1000, Plan("f32_s1_t128x3_bulk1_ef")),
         (float("inf"), Plan("f32_s1_t256x3_tma1_efs", prefetch=66)),
     ),
