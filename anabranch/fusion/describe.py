@@ -9,8 +9,10 @@ from anabranch.config.model import LayerKind, ModelConfig
 from anabranch.fusion import counters
 from anabranch.fusion.buffer import Fp8MergedWeight, MergedWeight
 from anabranch.fusion.fork import Branch, Fork
+from anabranch.fusion.kda_paths import kda_paths
+from anabranch.fusion.mla_paths import mla_paths
 from anabranch.fusion.plan import Choice
-from anabranch.fusion.prologue import KdaWeights, MlaWeights, Path, Prologue, kda_paths, mla_paths
+from anabranch.fusion.prologue import KdaWeights, MlaWeights, Path, Prologue
 from anabranch.fusion.rules import FP8
 from anabranch.ops.skinny_gemm.spec import ranks
 

@@ -3,7 +3,8 @@
 import torch
 
 from anabranch.fusion.buffer import MergedOwner, MergedWeight, Segment
-from anabranch.fusion.prologue import KdaInputs, KdaWeights, Prologue, kda_paths
+from anabranch.fusion.kda_paths import kda_paths
+from anabranch.fusion.prologue import KdaInputs, KdaWeights, Prologue
 from anabranch.layers.batch import Batch, KdaState
 from anabranch.layers.build import Build
 from anabranch.layers.linear import Linear, RMSNorm, frozen, input_weight, share

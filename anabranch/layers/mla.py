@@ -5,7 +5,8 @@ from contextlib import closing
 import torch
 
 from anabranch.fusion.buffer import MergedOwner, Segment
-from anabranch.fusion.prologue import KV_A, MlaWeights, Prologue, mla_paths
+from anabranch.fusion.mla_paths import mla_paths
+from anabranch.fusion.prologue import KV_A, MlaWeights, Prologue
 from anabranch.layers.batch import Batch, LatentPages
 from anabranch.layers.build import Build
 from anabranch.layers.linear import Linear, RMSNorm, input_weight, share

@@ -12,8 +12,10 @@ from anabranch.config.fusion import FusionConfig
 from anabranch.config.hf import load_model_config
 from anabranch.config.model import LayerKind, ModelConfig
 from anabranch.engine.cache import PAGE, Cache, CacheShape, pages_for
+from anabranch.fusion.kda_paths import kda_paths
+from anabranch.fusion.mla_paths import mla_paths
 from anabranch.fusion.plan import Moment, make_plan
-from anabranch.fusion.prologue import Path, Prologue, kda_paths, mla_paths
+from anabranch.fusion.prologue import Path, Prologue
 from anabranch.layers.batch import Batch, LayerCache
 from anabranch.layers.build import Build
 from anabranch.layers.kda import KdaLayer

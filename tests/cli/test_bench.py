@@ -12,8 +12,10 @@ from typer.testing import CliRunner
 from anabranch.cli.main import app
 from anabranch.config.fusion import KDA_PATHS, MLA_PATHS
 from anabranch.fusion import counters
-from anabranch.fusion import prologue as paths
 from anabranch.fusion.costs import read_table
+from anabranch.fusion.fork import Fork
+from anabranch.fusion.kda_paths import KDA_FULL_RANK
+from anabranch.fusion.mla_paths import MLA_GATED
 
 # `single` merges nothing and is there for adapters
 ARMS = {kind: [name for name in known if name != "single"] for kind, known in (("kda", KDA_PATHS), ("mla", MLA_PATHS))}
@@ -76,20 +78,20 @@ def test_a_model_without_a_gate_is_refused(linear):
 
 def wrong(weights, x):
     """The `whole` path with one value of one output changed."""
-    outputs = paths.KDA_FULL_RANK["split"].run(weights, x)
+    outputs = KDA_FULL_RANK["split"].run(weights, x)
     outputs.beta[0, 0] += 1.0
     return outputs
 
 
 def poisoned(weights, x):
-    outputs = paths.KDA_FULL_RANK["split"].run(weights, x)
+    outputs = KDA_FULL_RANK["split"].run(weights, x)
     outputs.gate[0, 0] = float("nan")
     return outputs
 
 
 @pytest.mark.parametrize(("path", "name"), [(wrong, "beta"), (poisoned, "gate")])
 def test_a_red_gate_prints_no_figure(k3, monkeypatch, tmp_path, path, name):
-    monkeypatch.setitem(paths.KDA_FULL_RANK, "whole", replace(paths.KDA_FULL_RANK["whole"], run=path))
+    monkeypatch.setitem(KDA_FULL_RANK, "whole", replace(KDA_FULL_RANK["whole"], run=path))
     result = run("bench", "prologue", k3, "--rows", 4, status=1)
     assert result.stdout == ""
     assert re.match(rf"gate red, nothing is timed: kda whole at M=4, {name}: \d+ of \d+ values break", result.stderr)
@@ -101,10 +103,10 @@ def test_a_red_gate_prints_no_figure(k3, monkeypatch, tmp_path, path, name):
 
 def test_a_red_gate_of_the_whole_layer(k3, monkeypatch):
     def wrong_gate(weights, x):
-        outputs = paths.MLA_GATED["separate"].run(weights, x)
-        return replace(outputs, gate=paths.Fork.ready(outputs.gate.take() * 0.5))
+        outputs = MLA_GATED["separate"].run(weights, x)
+        return replace(outputs, gate=Fork.ready(outputs.gate.take() * 0.5))
 
-    monkeypatch.setitem(paths.MLA_GATED, "overlap", replace(paths.MLA_GATED["overlap"], run=wrong_gate))
+    monkeypatch.setitem(MLA_GATED, "overlap", replace(MLA_GATED["overlap"], run=wrong_gate))
     result = run("bench", "mla-gate", k3, "--rows", 2, "--contexts", 9, status=1)
     assert (result.stdout, "mla overlap at M=2, context 9, output" in result.stderr) == ("", True)
 

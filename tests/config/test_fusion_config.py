@@ -4,8 +4,9 @@ import pytest
 
 from anabranch.config import FusionConfig
 from anabranch.config.fusion import KDA_PATHS, MLA_PATHS
+from anabranch.fusion.kda_paths import KDA_FULL_RANK, KDA_LOW_RANK
+from anabranch.fusion.mla_paths import MLA_GATED
 from anabranch.fusion.plan import PREFERENCE
-from anabranch.fusion.prologue import KDA_FULL_RANK, KDA_LOW_RANK, MLA_GATED
 
 
 def test_nothing_asked_is_auto():

@@ -13,7 +13,8 @@ from anabranch.engine.footprint import meta_model
 from anabranch.fusion import counters
 from anabranch.fusion.describe import describe
 from anabranch.fusion.fork import Fork
-from anabranch.fusion.prologue import KDA_FULL_RANK, kda_paths, mla_paths
+from anabranch.fusion.kda_paths import KDA_FULL_RANK, kda_paths
+from anabranch.fusion.mla_paths import mla_paths
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.parallel.layout import Layout
 

@@ -21,7 +21,8 @@ from anabranch.fusion import counters
 from anabranch.fusion.costs import Cell, Costs, Times
 from anabranch.fusion.describe import describe
 from anabranch.fusion.fork import Fork
-from anabranch.fusion.prologue import kda_paths, mla_paths
+from anabranch.fusion.kda_paths import kda_paths
+from anabranch.fusion.mla_paths import mla_paths
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.models.tiny import init_checkpoint
 from anabranch.ops.registry import IMPLEMENTATIONS

@@ -74,7 +74,8 @@ def test_an_explicit_wish_is_honoured_or_refused():
 
 def test_every_path_has_rules_and_an_implementation():
     from anabranch.config.fusion import KDA_PATHS, MLA_PATHS
-    from anabranch.fusion.prologue import kda_paths, mla_paths
+    from anabranch.fusion.kda_paths import kda_paths
+    from anabranch.fusion.mla_paths import mla_paths
 
     for config in (K3, KL):
         assert tuple(path_groups(config, "kda")) == tuple(kda_paths(config.kda.full_rank_gate)) == KDA_PATHS

@@ -10,8 +10,10 @@ from anabranch.config.model import ModelConfig
 from anabranch.config.parallel import ParallelConfig
 from anabranch.fusion import counters
 from anabranch.fusion.buffer import MergedWeight
+from anabranch.fusion.kda_paths import kda_paths
+from anabranch.fusion.mla_paths import mla_paths
 from anabranch.fusion.plan import make_plan
-from anabranch.fusion.prologue import EQUALITY, kda_paths, mla_paths
+from anabranch.fusion.prologue import EQUALITY
 from anabranch.layers.build import Build
 from anabranch.layers.kda import KdaLayer
 from anabranch.layers.mla import MlaLayer

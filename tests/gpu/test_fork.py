@@ -11,7 +11,8 @@ from helpers.ref_tiny import kimi_k3_tiny, kimi_linear_tiny
 from anabranch.config.model import ModelConfig
 from anabranch.fusion import counters
 from anabranch.fusion.fork import Branch, CudaStreams
-from anabranch.fusion.prologue import EQUALITY, KDA_FULL_RANK
+from anabranch.fusion.kda_paths import KDA_FULL_RANK
+from anabranch.fusion.prologue import EQUALITY
 from anabranch.measure.gate import check_mla, check_prologue, take_all
 from anabranch.measure.paths import bench_mla_gate, bench_prologue
 from anabranch.measure.subject import Decodes, Subject, force
