@@ -7,14 +7,20 @@ from typer.core import TyperGroup
 
 from anabranch import __version__
 from anabranch.cli.bench import app as bench
+from anabranch.cli.bench_ab import ab as bench_ab
+from anabranch.cli.bench_serve import serve as bench_serve
 from anabranch.cli.chat import chat
 from anabranch.cli.env import env
+from anabranch.cli.eval import app as evaluate
 from anabranch.cli.generate import generate
 from anabranch.cli.init_checkpoint import init_checkpoint
 from anabranch.cli.plan import plan
+from anabranch.cli.report import report
 from anabranch.cli.serve import serve
+from anabranch.cli.trace import app as trace
 from anabranch.cli.tune import tune
 from anabranch.cli.verify import app as verify
+from anabranch.cli.verify_exact import exact as verify_exact
 
 
 class Verbs(TyperGroup):
@@ -40,7 +46,13 @@ app = typer.Typer(
 for verb in (serve, generate, chat, init_checkpoint, plan, tune, env):
     app.command()(verb)
 app.add_typer(verify, name="verify")
+verify.command()(verify_exact)
+app.add_typer(evaluate, name="eval")
 app.add_typer(bench, name="bench")
+for verb in (bench_serve, bench_ab):
+    bench.command()(verb)
+app.add_typer(trace, name="trace")
+app.command()(report)
 
 
 def _print_version(asked: bool) -> None:
