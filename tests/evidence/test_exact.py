@@ -37,7 +37,7 @@ def test_equal_servers(tmp_path):
     pair = found["pairs"][0]
     assert (pair["inputs"], pair["identical_outputs"], pair["tokens"], pair["identical_tokens"]) == (10, 10, 80, 80)
     assert (pair["logprobs"], pair["identical_logprobs"], pair["max_logprob_diff"]) == (80, 80, 0.0)
-    assert app.most_open == 4
+    assert 1 < app.most_open <= 4  # how many meet is up to the machine
     rows = place.read_rows("exact", "a-1")
     assert [row["case"] for row in rows][:2] == ["prompt-0", "prompt-1"]
     assert all(len(row["output_sha256"]) == 64 and len(row["logprobs"]) == 8 for row in rows)
