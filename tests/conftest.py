@@ -1,5 +1,6 @@
 """Every test runs on one thread and with poisoned memory: what is read before it was written becomes NaN."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,11 @@ from anabranch.config.hf import load_model_config
 from anabranch.config.model import ModelConfig
 
 torch.set_num_threads(1)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell's background job ignores Ctrl-C, and so would every process that a test starts
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 
