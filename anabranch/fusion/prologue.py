@@ -48,15 +48,10 @@ class KdaWeights:
     def both(self, x: torch.Tensor, sides: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All rows of `merged` and, in the same launch, `second` on the ranks: [T, rows] and [sides, T, P]."""
         counters.add("kda.gemm")
-        whole, second = self.merged.factor("q_proj", "pad"), self.second.rows(*self.second_span)
+        whole, second = self.merged.factor("q_proj", "pad"), self.second.buffer
         assert isinstance(whole, torch.Tensor), "the rules keep adapters and FP8 out of this path"
         row0 = self.merged.size("q_proj", "g_proj" if sides == 1 else "v_proj")
         return self.ops.gemm_low_rank(x, whole, row0, second.unflatten(0, (sides, -1)), self.sync)
-
-    @property
-    def second_span(self) -> tuple[str, str]:
-        """First and last segment of `second`."""
-        return self.second.segments[0].name, self.second.segments[-1].name
 
 
 @dataclass(frozen=True, slots=True)

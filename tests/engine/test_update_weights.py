@@ -33,7 +33,14 @@ def answers(of: LLM) -> list:
 def paths(case: str) -> list[FusionConfig]:
     if case.endswith("fp8"):
         return [FusionConfig(kda=p) for p in ("separate", "split", "overlap", "single")]
-    mla = {"whole": "merged", "split": "separate", "overlap": "overlap", "single": "single", "separate": "separate"}
+    mla = {
+        "whole": "merged",
+        "split": "separate",
+        "overlap": "overlap",
+        "fused": "merged",
+        "single": "single",
+        "separate": "separate",
+    }
     return [FusionConfig(kda=k, mla=m if case == "k3" else "auto") for k, m in mla.items()]
 
 
