@@ -79,9 +79,10 @@ def clocks() -> str | None:
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Add one JSON line; rows are never rewritten."""
+    """Add one JSON line; rows are never rewritten. A row without clocks gets those of now, right after the load."""
     path = Path(os.environ.get("ANABRANCH_RESULTS", path.parent)) / path.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    row = row | {"clocks": clocks()}  # now, right after the load
+    if "clocks" not in row:
+        row = row | {"clocks": clocks()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")

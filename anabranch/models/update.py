@@ -4,9 +4,10 @@ Nothing is allocated anew, so captured graphs, merged buffers and every projecti
 weights take codes with their scales, or plain values that are quantised again; weights that are held plain take either.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 
@@ -15,6 +16,7 @@ from anabranch.models.fp8 import SCALE, Dequantized, as_grid, official_scale
 from anabranch.models.inventory import TensorSpec, checkpoint_tensors
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.models.manifest import needed_shape
+from anabranch.models.shards import open_shard, scan
 from anabranch.models.weights import (
     RULES,
     Part,
@@ -63,6 +65,28 @@ def update_weights(model: KimiForCausalLM, items: Iterable[tuple[str, torch.Tens
         for name in held:
             _write(model, views, name, given)
     return len(held)
+
+
+def stored_weights(path: str | Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of the checkpoint directory `path` that the model uses, memory-mapped: a whole new set of weights.
+
+    Raises:
+        ValueError: in one line: the files cannot be read, or lack a weight of the model.
+    """
+    stored = scan(path)
+    missing = dict.fromkeys(checkpoint_tensors(replace(config, fp8=())))
+    for file in sorted({tensor.file for tensor in stored.values()}):
+        with open_shard(file) as shard_file:
+            for name in (name for name, tensor in stored.items() if tensor.file == file):
+                parts = locate(name, config)
+                if isinstance(parts, str):  # the vision tower, rotary tables
+                    continue
+                for part in parts:
+                    missing.pop(part.name, None)
+                yield name, shard_file.get_tensor(name)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ValueError(f"{path}: lacks {next(iter(missing))}{more}; need all weights of the model")
 
 
 def _collect(config: ModelConfig, items: Iterable[tuple[str, torch.Tensor]]) -> dict[str, _Given]:

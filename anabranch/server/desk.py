@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from anabranch.engine.messages import QueueFull, Update
 from anabranch.engine.sampling import SamplingParams
@@ -14,6 +14,14 @@ from anabranch.models.tokenizer import Tokenizer
 from anabranch.server.errors import ApiError, refusing
 from anabranch.server.metrics import Metrics, Stopwatch
 from anabranch.server.settings import ServerSettings
+
+
+class Weights(NamedTuple):
+    """What the engine's weights are: their directory, what whoever updated them called them, and how often that was."""
+
+    path: str
+    version: str = "default"
+    updates: int = 0
 
 
 class Desk:
@@ -30,6 +38,7 @@ class Desk:
         self._renderer = tokenizer and ChatRenderer.load(self.facts.path, tokenizer, self.architecture)
         self._longest_token = 1 if tokenizer is None else _longest_token(tokenizer)
         self.metrics = Metrics(self.model_name, self)
+        self.weights = Weights(str(self.facts.path))
         self.created = int(time.time())
         self.in_progress = 0
         self.draining = False
@@ -220,4 +229,6 @@ class Session:
         if update.finish_reason == "abort":
             if self._desk.draining:
                 raise ApiError(503, "the server is shutting down; this answer was not completed")
+            if self._desk.service.updating:
+                raise ApiError(503, "the weights are being replaced; this answer was not completed")
             raise ApiError(500, "the engine aborted this answer", code="engine_error")

@@ -8,33 +8,34 @@ from anabranch.server.desk import Desk
 
 def model_document(desk: Desk) -> dict[str, Any]:
     """Names and limits of the model."""
-    path = str(desk.facts.path)
     return {
-        "model_path": path,
-        "tokenizer_path": path,
+        "model_path": desk.weights.path,
+        "tokenizer_path": str(desk.facts.path),
         "served_model_name": desk.model_name,
         "is_generation": True,
         "architecture": desk.architecture,
         "max_model_len": desk.max_len,
         "vocab_size": desk.facts.vocab_size,
-        "weight_version": "default",
+        "weight_version": desk.weights.version,
     }
 
 
 def loads_document(desk: Desk) -> dict[str, Any]:
-    """How busy the engine is, under the names that routers read."""
-    stats = desk.stats()
-    load = {
-        "dp_rank": 0,
-        "num_running_reqs": stats["running"],
-        "num_waiting_reqs": stats["waiting"],
-        "num_total_reqs": stats["running"] + stats["waiting"],
-        "token_usage": stats["pages_used"] / max(1, stats["pages_total"]),
-        "state_slots_used": stats["slots_used"],
-        "state_slots_total": stats["slots_total"],
-        "cache_hit_rate": stats["prefix_hits"] / max(1, stats["prefix_queries"]),
-    }
-    return {"version": __version__, "dp_rank_count": 1, "loads": [load]}
+    """How busy each attention replica is, under the names that routers read."""
+    loads = [
+        {
+            "dp_rank": dp_rank,
+            "num_running_reqs": stats["running"],
+            "num_waiting_reqs": stats["waiting"],
+            "num_total_reqs": stats["running"] + stats["waiting"],
+            "token_usage": stats["pages_used"] / max(1, stats["pages_total"]),
+            "state_slots_used": stats["slots_used"],
+            "state_slots_total": stats["slots_total"],
+            "cache_hit_rate": stats["prefix_hits"] / max(1, stats["prefix_queries"]),
+        }
+        for dp_rank, stats in enumerate(desk.stats()["replicas"])
+    ]
+    return {"version": __version__, "dp_rank_count": len(loads), "loads": loads}
 
 
 def server_document(desk: Desk) -> dict[str, Any]:
@@ -44,8 +45,9 @@ def server_document(desk: Desk) -> dict[str, Any]:
         **model_document(desk),
         "version": __version__,
         "tp_size": desk.facts.document["layout"]["tp"],
-        "dp_size": 1,
+        "dp_size": desk.facts.document["layout"].get("dp_attention", 1),
         **desk.facts.document,
+        "weight_updates": desk.weights.updates,
         "counters": stats.pop("counters"),
         "stats": stats,
         "settings": desk.settings.public(),

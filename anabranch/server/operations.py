@@ -7,11 +7,11 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from anabranch import __version__
-from anabranch.server.desk import Desk
+from anabranch.server.desk import Desk, Weights
 from anabranch.server.errors import ApiError, refusing
 from anabranch.server.info import loads_document, model_document, server_document
 from anabranch.server.logprobs import token_text
-from anabranch.server.protocol import DetokenizeRequest, TokenizeRequest
+from anabranch.server.protocol import DetokenizeRequest, TokenizeRequest, UpdateWeightsRequest
 from anabranch.server.requests import JsonRoute
 
 
@@ -88,12 +88,20 @@ def token_routes(desk: Desk) -> APIRouter:
 
 def control_routes(desk: Desk) -> APIRouter:
     """What an operator may tell the engine."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=JsonRoute)
 
     @routes.post("/flush_cache")
     async def flush_cache() -> dict[str, bool]:
         """Forget cached prefixes; `flushed` is false if there is no prefix cache."""
         return {"flushed": await desk.service.flush_cache()}
+
+    @routes.post("/update_weights_from_disk")
+    async def update_weights_from_disk(body: UpdateWeightsRequest) -> dict[str, Any]:
+        """Replace the weights with those of a checkpoint directory on the server's disk; what runs ends first."""
+        with refusing():
+            written, paused = await desk.service.update_weights(Path(body.model_path), abort=body.abort_all_requests)
+        desk.weights = Weights(body.model_path, body.weight_version or desk.weights.version, desk.weights.updates + 1)
+        return {"success": True, "message": f"{written} weights written", "num_paused_requests": paused}
 
     @routes.post("/start_profile")
     async def start_profile() -> dict[str, str]:

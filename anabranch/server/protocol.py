@@ -256,6 +256,24 @@ class TokenizeRequest(Body):
         return self
 
 
+class UpdateWeightsRequest(Body):
+    """POST /update_weights_from_disk, with SGLang's names."""
+
+    model_path: str
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    flush_cache: bool = True
+    weight_version: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "UpdateWeightsRequest":
+        if self.load_format not in (None, "auto", "safetensors"):
+            raise ValueError(f"load_format={self.load_format!r}: accepted are auto, safetensors")
+        if not self.flush_cache:
+            raise ValueError("flush_cache=false: cached prefixes belong to the old weights and are always forgotten")
+        return self
+
+
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 

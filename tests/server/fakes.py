@@ -27,6 +27,7 @@ STATS = {
     "graph_replays": {8: 5},
     "counters": {"kda.whole": 2},
 }
+STATS["replicas"] = [{name: STATS[name] for name in STATS if isinstance(STATS[name], int)}]
 
 
 def spell(*pieces: str, reason: str | None = "stop", **more) -> list[Update]:
@@ -96,6 +97,7 @@ class FakeService:
         self.prompts, self.params, self.skip_special, self.aborted = [], [], [], 0
         self.accepting, self.failure, self.full, self.drained = True, None, False, False
         self.flushes, self.profiles = 0, []
+        self.updating, self.updates = False, []
 
     async def start(self):
         self.started = True
@@ -121,6 +123,12 @@ class FakeService:
     async def flush_cache(self):
         self.flushes += 1
         return True
+
+    async def update_weights(self, directory, *, abort=False):
+        if not directory.is_dir():
+            raise ValueError(f"{directory}: no such directory; need a local checkpoint directory")
+        self.updates.append((directory, abort))
+        return 17, 2
 
     async def start_profile(self, directory):
         if self.profiles:

@@ -11,6 +11,7 @@ import pytest
 
 from anabranch.engine.llm import LLM
 from anabranch.engine.sampling import SamplingParams
+from anabranch.models.tiny import init_checkpoint
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -87,6 +88,29 @@ def test_a_prompt_is_scored_alike_alone_and_with_an_answer(client, name):
     assert all(
         max(top.values()) >= own for own, top in zip(more.token_logprobs[1:], more.top_logprobs[1:], strict=True)
     )
+
+
+def test_weights_from_disk(k3, tmp_path):
+    """Over the wire: the same weights again change no answer, others do, and a refusal neither."""
+    options = {"prompt": [5, 6, 7], "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+
+    def answer():
+        return httpx.post(f"{k3.url}/v1/completions", json=options, timeout=30).json()["choices"][0]["token_ids"]
+
+    def update(path):
+        return httpx.post(f"{k3.url}/update_weights_from_disk", json={"model_path": str(path)}, timeout=60)
+
+    init_checkpoint("k3", tmp_path / "other", seed=9)
+    first = answer()
+    assert update(tmp_path / "other").json()["success"] is True
+    assert answer() != first
+    assert httpx.get(f"{k3.url}/server_info").json()["model_path"] == str(tmp_path / "other")
+    assert update(k3.llm.path).json()["num_paused_requests"] == 0
+    assert answer() == first
+    refused = update(tmp_path)
+    assert (refused.status_code, "no safetensors file" in refused.json()["error"]["message"]) == (400, True)
+    assert answer() == first
+    assert httpx.get(f"{k3.url}/server_info").json()["weight_updates"] == 2
 
 
 def _post(live, body: dict, declared: int | None = None) -> socket.socket:

@@ -25,6 +25,7 @@ def test_every_route_is_published():
     paths = SITE.ask("GET", "/openapi.json").json()["paths"]
     expected = "/v1/completions /v1/chat/completions /v1/models /tokenize /detokenize /health /metrics /version "
     expected += "/server_info /get_server_info /model_info /get_model_info /v1/loads /flush_cache /start_profile "
+    expected += "/update_weights_from_disk"
     assert set(f"{expected} /stop_profile".split()) == set(paths)
 
 

@@ -4,6 +4,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server.fakes import FakeService, Site, refused, spell
 
+from anabranch.engine.messages import Update
+
 
 def families(site: Site) -> dict:
     return {f.name: f for f in text_string_to_metric_families(site.ask("GET", "/metrics").text)}
@@ -106,6 +108,46 @@ def test_the_cache_is_flushed():
     site = Site()
     assert site.post("/flush_cache").json() == {"flushed": True}
     assert site.service.flushes == 1
+
+
+def test_weights_are_replaced(tmp_path):
+    site = Site()
+    answer = site.post("/update_weights_from_disk", model_path=str(tmp_path), weight_version="step-7")
+    assert answer.json() == {"success": True, "message": "17 weights written", "num_paused_requests": 2}
+    site.post("/update_weights_from_disk", model_path=str(tmp_path), abort_all_requests=True, load_format="auto")
+    assert site.service.updates == [(tmp_path, False), (tmp_path, True)]
+    document = site.ask("GET", "/server_info").json()
+    assert (document["model_path"], document["tokenizer_path"]) == (str(tmp_path), "tiny-k3")
+    assert (document["weight_version"], document["weight_updates"]) == ("step-7", 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "param"),
+    [
+        ({}, "model_path: Field required", "model_path"),
+        ({"model_path": 3}, "model_path", "model_path"),
+        ({"model_path": "nowhere"}, "nowhere: no such directory; need a local checkpoint directory", None),
+        (
+            {"model_path": ".", "load_format": "flash_rl"},
+            "load_format='flash_rl': accepted are auto, safetensors",
+            None,
+        ),
+        ({"model_path": ".", "flush_cache": False}, "always forgotten", None),
+    ],
+)
+def test_weights_refused(body, words, param):
+    site = Site()
+    refused(site.post("/update_weights_from_disk", **body), 400, words, param=param)
+    assert site.service.updates == []
+    document = site.ask("GET", "/server_info").json()
+    assert (document["model_path"], document["weight_version"], document["weight_updates"]) == ("tiny-k3", "default", 0)
+
+
+def test_answers_that_an_update_ends_say_so():
+    site = Site(FakeService("k3", [Update(finish_reason="abort")]))
+    refused(site.complete(), 500, "the engine aborted this answer")
+    site.service.updating = True
+    refused(site.complete(), 503, "the weights are being replaced")
 
 
 def test_profiles(tmp_path):
