@@ -5,7 +5,7 @@ import torch
 from anabranch.fusion.buffer import MergedOwner, MergedWeight, Segment
 from anabranch.fusion.kda_paths import kda_paths
 from anabranch.fusion.prologue import KdaInputs, KdaWeights, Prologue
-from anabranch.layers.batch import Batch, KdaState
+from anabranch.layers.batch import Batch, KdaState, joined
 from anabranch.layers.build import Build
 from anabranch.layers.linear import Linear, RMSNorm, frozen, input_weight, share
 from anabranch.ops.arithmetic import sigmoid
@@ -72,6 +72,8 @@ class KdaLayer(MergedOwner):
         """Conv, norms, gate, delta rule and gated norm: [T, P]. What precedes `prompts` takes the token form."""
         n = len(segments) - len(prompts)
         ops, heads = self.ops, (self.heads, self.config.head_dim)
+        if ops.kda_prompt is not None and not n:
+            return self._prompts(inputs, prompts, slots, cache)
         convolve = (inputs.qkv, segments, slots, cache.conv, self.conv.buffer.squeeze(1))
         if ops.kda_inputs is None:
             q, k, v = (part.unflatten(-1, heads) for part in ops.conv(*convolve).split(self.width, -1))
@@ -85,4 +87,19 @@ class KdaLayer(MergedOwner):
             parts.append(ops.kda_decode(*(t[:n] for t in tokens), slots[:n], cache.state))
         if prompts:
             parts.append(ops.kda_prefill(*(t[n:] for t in tokens), prompts, slots[n:], cache.state))
-        return ops.gated_rms_norm(torch.cat(parts), inputs.gate, self.o_norm.weight, self.eps)
+        return ops.gated_rms_norm(joined(parts), inputs.gate, self.o_norm.weight, self.eps)
+
+    def _prompts(self, inputs: KdaInputs, prompts: Segments, slots: torch.Tensor, cache: KdaState) -> torch.Tensor:
+        """`_chain` of prompts alone, by a kernel that norms and gates for itself: [T, P]."""
+        ops, heads = self.ops, (self.heads, self.config.head_dim)
+        assert ops.kda_prompt is not None
+        convolve = (inputs.qkv, prompts, slots, cache.conv, self.conv.buffer.squeeze(1))
+        if ops.kda_inputs is None:
+            rows = [part.unflatten(-1, heads) for part in ops.conv(*convolve).split(self.width, -1)]
+        else:
+            *rows, _ = ops.kda_inputs(*convolve, inputs.beta, "grouped")
+        o = ops.kda_prompt(
+            *(*rows, inputs.forget.unflatten(-1, heads), inputs.beta),
+            *(self.dt_bias, self.A_log, self.config.gate_lower_bound, None, prompts, slots, cache.state),
+        )
+        return ops.gated_rms_norm(o, inputs.gate, self.o_norm.weight, self.eps)

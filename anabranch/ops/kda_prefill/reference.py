@@ -8,6 +8,10 @@ u = T (V - (K exp G) S^T), O = (Q exp G) S^T / sqrt(D) + R u, S <- S exp(G_last)
 import torch
 import torch.nn.functional as F
 
+from anabranch.ops.arithmetic import sigmoid
+from anabranch.ops.kda_gate.reference import log_decay
+from anabranch.ops.kda_prefill import spec
+from anabranch.ops.norm.reference import l2_norm
 from anabranch.ops.segments import Segments
 
 CHUNK = 16  # pairwise exponents cost chunk * D values a token; any chunk length gives the same map
@@ -28,11 +32,42 @@ def kda_prefill(
     o, end = torch.zeros_like(v), 0
     for length, slot in zip(segments.lengths, slots.tolist(), strict=True):
         part, end = slice(end, end + length), end + length
-        if slot >= 0:
+        if slot >= 0 and length:
             out, final = _segment(q[part], k[part], v[part], g[part], beta[part], state[slot].float())
             o[part] = out.to(v.dtype)
             state[slot] = final.to(state.dtype)
     return o
+
+
+def kda_prompt(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    forget: torch.Tensor,
+    beta_logits: torch.Tensor,
+    dt_bias: torch.Tensor,
+    a_log: torch.Tensor,
+    lower_bound: float | None,
+    saves: torch.Tensor | None,
+    segments: Segments,
+    slots: torch.Tensor,
+    state: torch.Tensor,
+) -> torch.Tensor:
+    """Norms, gate and strength, then the same; states are saved by cutting the segments where chunks end."""
+    g, beta = log_decay(forget, dt_bias, a_log, lower_bound), sigmoid(beta_logits.float())
+    rows = (l2_norm(q), l2_norm(k), v, g, beta)
+    if saves is None:
+        return kda_prefill(*rows, segments, slots, state)
+    parts, end, targets = [], 0, iter(saves.tolist())
+    for i, length in enumerate(segments.lengths):
+        for first in range(end, end + length, spec.CHUNK):
+            cut, own = slice(first, min(first + spec.CHUNK, end + length)), slots[i : i + 1]
+            piece = Segments.of([cut.stop - cut.start], device=v.device)
+            parts.append(kda_prefill(*(t[cut] for t in rows), segments=piece, slots=own, state=state))
+            if (target := next(targets)) >= 0 and own[0] >= 0:
+                state[target] = state[own[0]]
+        end += length
+    return torch.cat(parts) if parts else torch.empty_like(v)
 
 
 def _segment(
