@@ -1,7 +1,7 @@
 """Whole-model decode and prefill of the Kimi-Linear-48B shape on one GPU, in process, with honest dummy weights.
 
-TPOT is the host's time around `Engine.step` over the steps in which every request decodes; TTFT runs from `add` to the
-first token. Prompts are random tokens; the floor assumes a uniform router (see `floor_ms`).
+TPOT is the host's time from one step's tokens to the next one's, over the steps in which every request decodes; TTFT
+runs from `add` to the first token. Prompts are random tokens; the floor assumes a uniform router (see `floor_ms`).
 """
 
 import argparse
@@ -9,7 +9,6 @@ import random
 import statistics
 import time
 
-import torch
 from common import ROOT, append_row, floor_us, provenance
 
 from anabranch.config.fusion import FusionConfig
@@ -45,20 +44,19 @@ def prompt(length: int, vocab: int, rng: random.Random) -> list[int]:
 
 
 def decode(llm: LLM, batch: int, tokens_in: int, tokens_out: int, rng: random.Random) -> list[float]:
-    """Seconds of each step in which all `batch` requests decode, the first two left out."""
+    """Seconds from each step's tokens to the next one's while all `batch` requests decode, the first two left out."""
     vocab = llm.model.config.vocab_size
     params = SamplingParams(temperature=0.0, max_tokens=tokens_out, ignore_eos=True)
     for _ in range(batch):
         llm.engine.add(llm.request(prompt(tokens_in, vocab, rng), params))
-    seconds = []
+    seconds, last = [], None
     while llm.engine.busy:
-        running = llm.engine.scheduler.running
-        steady = len(running) == batch and all(r.decoding for r in running)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        llm.engine.step()
-        if steady:
-            seconds.append(time.perf_counter() - start)
+        told = llm.engine.step()
+        now = time.perf_counter()
+        steady = len(told) == batch and all(len(r.sampled) > 1 for r in told)
+        if steady and last is not None:
+            seconds.append(now - last)
+        last = now if steady else None
     return seconds[2:]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -9,6 +10,7 @@ from anabranch.config.model import ModelConfig
 from anabranch.config.parallel import ParallelConfig
 from anabranch.layers.batch import KdaState, LatentPages, LayerCache
 from anabranch.layers.linear import share
+from anabranch.ops.staging import to_host
 from anabranch.parallel.layout import stage_layers
 
 PAGE = 64  # tokens a page: the chunk length at which a recurrent state may be kept
@@ -80,6 +82,20 @@ class FreeList:
         self._free.append(number)
 
 
+class CachePools(Protocol):
+    """What a scheduler asks of a cache: how much there is, and what it does to slots and pages."""
+
+    slots: int
+    snapshots: int
+    pages: int
+
+    def clear(self, slot: int, pages: Iterable[int] = ()) -> None: ...
+
+    def copy(self, source: int, target: int) -> None: ...
+
+    def finite(self, slot: int) -> torch.Tensor: ...
+
+
 class Cache:
     """The pools of one rank: slots for running requests and for snapshots, and latent pages.
 
@@ -130,15 +146,16 @@ class Cache:
 
     def copy(self, source: int, target: int) -> None:
         """Copy the recurrent state of one slot to another."""
-        for layer in self.layers:
-            if isinstance(layer, KdaState):
-                layer.conv[target].copy_(layer.conv[source])
-                layer.state[target].copy_(layer.state[source])
+        pools = [pool for layer in self.layers if isinstance(layer, KdaState) for pool in (layer.conv, layer.state)]
+        if pools:
+            torch._foreach_copy_([p[target] for p in pools], [p[source] for p in pools])
 
-    def is_finite(self, slot: int) -> bool:
-        """Whether every value of a slot is finite; waits for the device."""
+    def finite(self, slot: int) -> torch.Tensor:
+        """Whether every state value of a slot is finite: a bool on the host, once the device has got here."""
         states = [layer.state[slot] for layer in self.layers if isinstance(layer, KdaState)]
-        return not states or bool(torch.stack([s.isfinite().all() for s in states]).all())
+        if not states:
+            return torch.ones((), dtype=torch.bool)
+        return to_host(torch.stack(torch._foreach_norm(states, torch.inf)).isfinite().all())
 
 
 def pages_for(tokens: int) -> int:

@@ -2,13 +2,14 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from anabranch.engine.cache import PAGE
+from anabranch.engine.cache import PAGE, CachePools
+from anabranch.engine.flight import Flight, Result
 from anabranch.engine.limits import Limits
 from anabranch.engine.request import Request
-from anabranch.engine.runner import Result, Runner
-from anabranch.engine.sampler import Sampled
+from anabranch.engine.runner import Runner
+from anabranch.engine.sampler import Sampled, needs_history
 from anabranch.engine.scheduler import Scheduler
 
 
@@ -21,6 +22,10 @@ class Engine:
         max_context: longest prompt plus answer.
         prefill_chunk: most prompt tokens computed in one step.
         prefix_cache: reuse what earlier requests computed.
+        cache: what the scheduler changes instead of the runner's cache.
+        ahead: launch the next step before the samples of the last are read, so that the device never waits for the
+            host. A token is then told while its successor is being computed; what an end token was found to follow
+            is thrown away.
     """
 
     def __init__(
@@ -30,12 +35,21 @@ class Engine:
         max_context: int,
         prefill_chunk: int,
         prefix_cache: bool = True,
+        cache: CachePools | None = None,
+        ahead: bool = False,
     ) -> None:
+        self.ahead = ahead
+        self._flight: Flight | None = None
         self.runner, self.eos_ids = runner, frozenset(eos_ids)
         self.limits = Limits(vocab=runner.vocab, context=max_context, cache=runner.cache.pages * PAGE)
-        self.scheduler = Scheduler(runner.cache, prefill_chunk, prefix_cache)
+        self.scheduler = Scheduler(cache or runner.cache, prefill_chunk, prefix_cache)
         self.finished: Counter[str] = Counter()
         self.prompt_tokens = self.generation_tokens = self.nonfinite = 0
+
+    @property
+    def replicas(self) -> Sequence["Engine"]:
+        """The engines of all attention replicas."""
+        return [self]
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the prompt is empty, or prompt plus answer can never fit."""
@@ -52,20 +66,46 @@ class Engine:
         return bool(self.scheduler.waiting or self.scheduler.running)
 
     def step(self) -> list[Request]:
-        """Run one batch; returns the requests that got a token or ended."""
-        segments = self.scheduler.schedule()
-        progressed = []
-        for (request, count), result in zip(segments, self.runner.step(segments), strict=True):
-            if self._take(request, count, result):
-                progressed.append(request)
-        return progressed
+        """Read the results of the batch in flight, or of a new one; the requests that got a token or ended."""
+        flight, self._flight = self._flight, None
+        if flight is None or not flight.wanted:
+            flight = self._launch(None)
+        if flight is None:
+            return []
+        if self.ahead:
+            self._flight = self._launch(flight)
+        return self._land(flight)
+
+    def _launch(self, behind: Flight | None) -> Flight | None:
+        """The next step, started; None if there is nothing to compute before `behind` has landed."""
+        segments = self.scheduler.schedule(ahead=behind is not None)
+        if not segments or (behind is not None and any(needs_history(request) for request, _ in segments)):
+            return None
+        flight = self.runner.launch(segments, behind)
+        for request, count in segments:
+            self.scheduler.launched(request, count)
+            flight.depths.append(request.computed)
+        flight.seal(self.runner.device)
+        return flight
+
+    def _land(self, flight: Flight) -> list[Request]:
+        results = flight.wait()
+        for i in flight.ready:
+            flight.segments[i][0].flying -= 1
+        landed = zip(flight.segments, flight.depths, results, strict=True)
+        # a request may have ended since, by a token that came before or by abort
+        return [
+            request
+            for (request, _), depth, result in landed
+            if request.finish_reason is None and self._take(request, depth, result)
+        ]
 
     def abort(self, request: Request) -> None:
         """Drop a request and free what it holds."""
         if request.finish_reason is None:
             self._finish(request, "abort")
 
-    def _take(self, request: Request, count: int, result: Result) -> bool:
+    def _take(self, request: Request, depth: int, result: Result) -> bool:
         """Record one request's result; whether it is news to the outside."""
         if not result.finite:
             self.nonfinite += 1
@@ -73,7 +113,7 @@ class Engine:
             self._finish(request, "error", poisoned=True)
             return True
         request.prompt_logprobs += result.prompt_logprobs
-        self.scheduler.computed(request, count)
+        self.scheduler.landed(request, depth)
         if result.sampled is not None:
             self._append(request, result.sampled)
         return result.sampled is not None

@@ -1,5 +1,7 @@
 """What an engine tells about itself: its constant facts once, and its counters after every step."""
 
+import socket
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -7,9 +9,12 @@ from typing import Any
 from anabranch.engine.engine import Engine
 from anabranch.engine.footprint import footprint
 from anabranch.engine.llm import LLM
+from anabranch.engine.memory import MemoryPlan
 from anabranch.engine.messages import Facts
+from anabranch.engine.runner import Runner
 from anabranch.fusion import counters
 from anabranch.fusion.describe import PrologueReport, describe
+from anabranch.fusion.product import Adapter
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.parallel.layout import Layout
 
@@ -31,7 +36,21 @@ def facts_of(llm: LLM) -> Facts:
 
 def stats_of(engine: Engine) -> dict[str, Any]:
     """Counts and levels now."""
-    scheduler, cache = engine.scheduler, engine.runner.cache
+    each = [_levels(one) for one in engine.replicas]
+    stats: dict[str, Any] = {name: sum(one[name] for one in each) for name in each[0]}
+    finished = sum((one.finished for one in engine.replicas), Counter())
+    return stats | {
+        "finished": dict(finished),
+        "eager_steps": dict(engine.runner.eager_steps),
+        "graph_replays": dict(engine.runner.graph_replays),
+        "counters": counters.snapshot(),
+        "replicas": each,
+    }
+
+
+def _levels(engine: Engine) -> dict[str, int]:
+    """The numbers of one attention replica."""
+    scheduler, cache = engine.scheduler, engine.scheduler.cache
     return {
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
@@ -45,10 +64,6 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "prefix_hits": scheduler.prefix_hits,
         "preemptions": scheduler.preemptions,
         "nonfinite": engine.nonfinite,
-        "finished": dict(engine.finished),
-        "eager_steps": dict(engine.runner.eager_steps),
-        "graph_replays": dict(engine.runner.graph_replays),
-        "counters": counters.snapshot(),
     }
 
 
@@ -61,13 +76,49 @@ def _document(llm: LLM) -> dict[str, Any]:
         "config": asdict(model.config),
         "layout": asdict(layout) | {"attention_tp": layout.attn_tp, "ranks": layout.world},
         "fusions": [asdict(report) for report in _prologues(model)],
+        "ranks": [rank_facts(llm.engine.runner, llm.memory), *(llm.fleet.facts.values() if llm.fleet else ())],
         "ops": {
             name: {"implementation": implementation, "reason": reason}
             for name, (implementation, reason) in model.selection.chosen.items()
         },
+        "adapter": _adapter(llm),
         "footprint": asdict(footprint(model, layout, llm.engine.runner.cache.shape.state_dtype)),
         "memory": asdict(llm.memory),
     }
+
+
+def rank_facts(runner: Runner, memory: MemoryPlan) -> dict[str, Any]:
+    """What a rank is: its place, device, bytes, and for each of its layer kinds the paths over its split sizes."""
+    model, parallel = runner.model, runner.model.parallel
+    layout = _layout(model)
+    return {
+        "rank": parallel.pp_rank * parallel.tp_size + parallel.tp_rank,
+        "host": socket.gethostname(),
+        "device": str(runner.device),
+        "place": asdict(parallel),
+        "fusions": {
+            report.kind: {
+                "chosen": report.chosen,
+                "reason": report.reason,
+                "rows": [dict(buffer.segments) | {"pad": buffer.pad} for buffer in report.buffers],
+            }
+            for report in _prologues(model)
+        },
+        "graph_sizes": runner.graphs.sizes if runner.graphs else [],
+        "footprint": asdict(footprint(model, layout, runner.cache.shape.state_dtype)),
+        "memory": asdict(memory),
+    }
+
+
+def _adapter(llm: LLM) -> dict[str, Any] | None:
+    """The LoRA adapter that the layers of this rank carry, with how many projections of each name."""
+    found = {name: m for name, m in llm.model.named_modules() if isinstance(m, Adapter)}
+    if not found:
+        return None
+    # a merged buffer keeps its adapters by projection, a layer of its own is named like it
+    leaves = Counter(name.removesuffix(".adapter").rpartition(".")[2] for name in found)
+    one: Any = next(iter(found.values()))
+    return {"path": str(llm.lora), "rank": one.a.shape[0], "scale": one.scale, "projections": dict(leaves)}
 
 
 def _layout(model: KimiForCausalLM) -> Layout:

@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps at a ladder of sizes: static buffers in, logits out, unused rows without a slot."""
+"""CUDA graphs of decode steps at a ladder of sizes: static buffers in; logits and greedy choices out."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from anabranch.engine.cache import PAGE, Cache, pages_for
@@ -21,73 +21,117 @@ def graph_ladder(largest: int) -> list[int]:
     return [s for s in steps if s < largest] + [largest]
 
 
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """One graph and the tensors that it reads and writes at every replay, which must outlive it."""
+
+    graph: torch.cuda.CUDAGraph
+    fields: torch.Tensor
+    batch: Batch
+    logits: torch.Tensor
+    picked: tuple[torch.Tensor, torch.Tensor]
+
+
 class DecodeGraphs:
     """One graph for each size, captured largest first so that they share memory.
 
     Args:
         sizes: requests a step; a smaller batch is padded to the next size with slot -1.
         max_len: longest sequence, which fixes the width of the block table.
+        vocab: ids below this may be chosen; None is all that the model has logits for.
     """
 
-    def __init__(self, model: KimiForCausalLM, cache: Cache, device: torch.device, sizes: Sequence[int], max_len: int):
+    def __init__(
+        self,
+        model: KimiForCausalLM,
+        cache: Cache,
+        device: torch.device,
+        sizes: Sequence[int],
+        max_len: int,
+        vocab: int | None = None,
+    ) -> None:
         if not sizes or min(sizes) < 1:
             raise ValueError(f"graph sizes {list(sizes)}: need at least one, all positive")
         self.model, self.cache, self.device = model, cache, device
         self.sizes, self.width = sorted(set(sizes)), pages_for(max_len)
         # the path that a graph takes is frozen in it: it must suit every context that a replay may meet
         self._moment = Moment(1, max_len, True)
-        largest = self.sizes[-1]
-        self._host = torch.zeros(len(FIELDS) + self.width, largest, dtype=torch.int64, pin_memory=True)
-        self._device = torch.zeros_like(self._host, device=device)
-        # the batch stays too: a graph reads its tensors at every replay
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor, Batch]] = {}
+        self.vocab = vocab
+        self._graphs: dict[int, _Captured] = {}
 
     def fits(self, count: int) -> bool:
         return count <= self.sizes[-1]
 
+    def size(self, count: int) -> int:
+        """The graph that `count` requests replay."""
+        return next(s for s in self.sizes if s >= count)
+
     @torch.inference_mode()
     def capture(self) -> None:
         """Record every size. The cache is not written: every row is without a slot meanwhile."""
-        self._fill([])
         pool, stream = None, torch.cuda.Stream(self.device)
         for size in reversed(self.sizes):
-            batch = self._batch(size)
+            fields = self._host([], size, self.width).to(self.device)
+            batch = self._batch(fields)
             stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(stream):
                 for _ in range(2):  # lazy set-up must not happen under capture
-                    self.model(batch, self.cache.layers)
+                    self._pick(self.model(batch, self.cache.layers))
             torch.cuda.current_stream(self.device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 logits = self.model(batch, self.cache.layers)
+                picked = self._pick(logits)
             pool = pool or graph.pool()
-            self._graphs[size] = graph, logits, batch
+            self._graphs[size] = _Captured(graph, fields, batch, logits, picked)
 
-    def run(self, requests: Sequence[Request]) -> tuple[torch.Tensor, int]:
-        """Logits [n, vocab] of one decode step of n requests, valid until the next run; and the size replayed."""
-        size = next(s for s in self.sizes if s >= len(requests))
-        self._fill(requests)
-        graph, logits, _ = self._graphs[size]
-        graph.replay()
-        return logits[: len(requests)], size
+    def _pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The greedy choice of every row; a pipeline stage that hands on has no rows."""
+        if not len(logits):
+            return logits.new_empty(0, dtype=torch.int64), logits.new_empty(0)
+        return self.model.ops.pick(logits[:, : self.vocab])
 
-    def _fill(self, requests: Sequence[Request]) -> None:
-        """One copy to the device; rows beyond the requests have no slot, no cache row and no length."""
-        host = self._host.numpy()
-        host[0], host[1:3], host[3:] = 0, -1, 0
-        n = len(requests)
+    def run(
+        self, requests: Sequence[Request], newest: torch.Tensor | None = None, size: int | None = None
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], int]:
+        """One decode step of n requests: logits [n, vocab], `ops.pick` of them, and the size replayed.
+
+        The tensors are valid until the next run.
+
+        Args:
+            newest: int64 [n] on the device, the tokens to continue from, where the requests do not know them yet.
+            size: replay this graph, whatever n.
+        """
+        n, size = len(requests), size or self.size(len(requests))
+        captured = self._graphs[size]
+        host = self._host(requests, size, max((len(r.pages) for r in requests), default=0))
+        captured.fields[: len(host)].copy_(host, non_blocking=True)
+        if newest is not None:
+            captured.fields[0, :n].copy_(newest)
+        captured.graph.replay()
+        tokens, logprobs = captured.picked
+        return captured.logits[:n], (tokens[:n], logprobs[:n]), size
+
+    def _host(self, requests: Sequence[Request], size: int, pages: int) -> torch.Tensor:
+        """int64 [fields + pages, size]; rows beyond the requests have no slot, no cache row and no length.
+
+        What a shorter block table leaves of an older one is page numbers too, and no length reaches it.
+        """
+        buffer = torch.zeros(len(FIELDS) + pages, size, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        host, n = buffer.numpy(), len(requests)
+        host[1:3] = -1
         if n:
-            at = np.array([r.computed for r in requests])
-            host[0, :n] = [r.sampled[-1].token for r in requests]
+            host[0, :n] = [r.next_tokens(1)[0] for r in requests]
             host[1, :n] = [r.slot for r in requests]
             host[2, :n] = [r.pages[r.computed // PAGE] * PAGE + r.computed % PAGE for r in requests]
-            host[3, :n] = at + 1
+            host[3, :n] = [r.computed + 1 for r in requests]
             for i, r in enumerate(requests):
                 host[len(FIELDS) : len(FIELDS) + len(r.pages), i] = r.pages
-        self._device.copy_(self._host, non_blocking=True)
+        return buffer
 
-    def _batch(self, size: int) -> Batch:
-        tokens, slots, rows, ends = (self._device[i, :size] for i in range(len(FIELDS)))
+    def _batch(self, fields: torch.Tensor) -> Batch:
+        size = fields.shape[1]
+        tokens, slots, rows, ends = fields[: len(FIELDS)]
         offsets = torch.arange(size + 1, device=self.device)
         segments = Segments((1,) * size, (0,) * size, offsets, ends)
         return Batch(
@@ -96,8 +140,9 @@ class DecodeGraphs:
             prefill=Segments.of([], [], self.device),
             decodes=size,
             slots=slots,
-            block_table=self._device[len(FIELDS) :, :size].T,
+            block_table=fields[len(FIELDS) :].T,
             rows=rows,
             wanted=offsets[:-1],
             moment=self._moment,
+            counts=(size,) * self.model.parallel.dp_size,
         )

@@ -9,20 +9,18 @@ from typing import Any
 import torch
 
 from anabranch.config.fusion import FusionConfig
-from anabranch.engine.cache import CacheShape
+from anabranch.config.hf import load_model_config
+from anabranch.engine.build import EngineOptions, Peers, build_runner
 from anabranch.engine.engine import Engine
-from anabranch.engine.graphs import DecodeGraphs, graph_ladder
-from anabranch.engine.memory import make_cache, plan_memory
+from anabranch.engine.joint import JointEngine
+from anabranch.engine.ranks import muster
 from anabranch.engine.request import Request, TokenLogprob
-from anabranch.engine.runner import Runner
 from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
-from anabranch.engine.warmup import warm_up
 from anabranch.models.chat import ChatRenderer
-from anabranch.models.kimi import KimiForCausalLM
-from anabranch.models.load import load_model
 from anabranch.models.tokenizer import Tokenizer, has_tokenizer
 from anabranch.models.update import update_weights
+from anabranch.parallel.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +77,16 @@ class LLM:
         lora: directory of a PEFT LoRA adapter on attention projections, applied to every request.
         seed: of dummy weights.
         progress: show a progress bar while loading.
+        tp: ranks of one pipeline stage, a GPU each. This process is rank 0 and starts the others, unless torchrun has
+            started them all with the same arguments; then the other ranks compute until the job ends, and exit here.
+        dp_attention: attention replicas that share the tp ranks; `max_seqs` is for each of them.
+        ep: groups of ranks that each hold whole experts.
+        pp: pipeline stages.
+        rank_timeout: seconds that a rank may spend on one step before the job is ended.
 
     Raises:
         ValueError: a wrong option, config or checkpoint; one line that names it.
+        RankFailed: a rank ended, or hangs.
     """
 
     def __init__(
@@ -106,55 +111,75 @@ class LLM:
         lora: str | Path | None = None,
         seed: int = 0,
         progress: bool = False,
+        tp: int = 1,
+        dp_attention: int = 1,
+        ep: int = 1,
+        pp: int = 1,
+        rank_timeout: float = 120.0,
     ) -> None:
-        for name, value in (("max_seqs", max_seqs), ("max_len", max_len)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: need at least 1")
-        if state_dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"state_dtype={state_dtype!r}: accepted are float32, bfloat16")
-        self.path = Path(model)
-        self.tokenizer = None if load_format == "dummy" and not has_tokenizer(self.path) else Tokenizer.load(self.path)
-        self.model = load_model(
-            self.path,
+        options = EngineOptions(
             dtype=dtype,
             device=device,
             fusion=fusion,
             ops=ops,
             deterministic=deterministic,
             load_format=load_format,
-            seed=seed,
+            max_seqs=max_seqs,
+            max_len=max_len,
+            prefill_chunk=prefill_chunk,
+            prefix_cache=prefix_cache,
+            memory_fraction=memory_fraction,
+            eager=eager,
+            graph_sizes=graph_sizes,
+            state_dtype=state_dtype,
             mla_norm_eps=mla_norm_eps,
             lora=lora,
+            seed=seed,
             progress=progress,
+            rank_timeout=rank_timeout,
         )
-        self.max_len = min(max_len, self.model.config.max_context)
-        runner = self._runner(max_seqs, prefill_chunk, prefix_cache, memory_fraction, getattr(torch, state_dtype))
-        if on_cuda(self.model) and not eager:
-            sizes = graph_sizes or graph_ladder(max_seqs)
-            runner.graphs = DecodeGraphs(self.model, runner.cache, runner.device, sizes, self.max_len)
-            runner.graphs.capture()
-        self.engine = Engine(runner, self.model.config.eos_ids, self.max_len, prefill_chunk, prefix_cache)
+        self.path, self.lora = Path(model), None if lora is None else Path(lora)
+        layout = Layout(tp=tp, dp_attention=dp_attention, ep=ep, pp=pp)
+        if layout.world > 1:
+            layout.check(load_model_config(self.path))
+        self.tokenizer = None if load_format == "dummy" and not has_tokenizer(self.path) else Tokenizer.load(self.path)
+        self.fleet = muster(layout, self.path, options) if layout.world > 1 else None
+        self.engine = self._engine(options)
         self._ids = count()
 
-    def _runner(
-        self, max_seqs: int, prefill_chunk: int, prefix_cache: bool, memory_fraction: float, state_dtype: torch.dtype
-    ) -> Runner:
-        """Warm everything up, then give the cache what is left."""
-        shape = CacheShape.of(self.model.config, self.model.parallel, self.model.dtype, state_dtype)
-        reserve = 0
-        if on_cuda(self.model):
-            reserve = warm_up(self.model, shape, prefill_chunk=min(prefill_chunk, self.max_len), max_seqs=max_seqs)
-        self.memory = plan_memory(
-            self.model,
-            shape,
-            max_seqs=max_seqs,
-            max_len=self.max_len,
-            memory_fraction=memory_fraction,
-            prefix_cache=prefix_cache,
-            reserve=reserve,
+    def _engine(self, options: EngineOptions) -> Engine:
+        vocab, fleet = self.tokenizer.vocab_size if self.tokenizer else None, self.fleet
+        if fleet is None:
+            runner, self.memory, self.max_len = build_runner(self.path, options, Peers(), vocab)
+            self.model = runner.model
+            eos_ids = self.model.config.eos_ids
+            ahead = runner.device.type == "cuda"
+            return Engine(runner, eos_ids, self.max_len, options.prefill_chunk, options.prefix_cache, ahead=ahead)
+        peers = Peers(
+            place=fleet.layout.rank(0),
+            comm=fleet.comm,
+            device=str(fleet.device),
+            agree=lambda plan: (fleet.agree(plan, vocab), vocab),
         )
-        vocab = self.tokenizer.vocab_size if self.tokenizer else None
-        return Runner(self.model, make_cache(self.model, shape, self.memory), vocab)
+        try:
+            runner, self.memory, self.max_len = build_runner(self.path, options, peers, vocab)
+            fleet.ready()
+        except (RuntimeError, OSError, EOFError) as error:
+            raise fleet.hub.explain(error) from error
+        self.model = runner.model
+        eos_ids = self.model.config.eos_ids
+        return JointEngine(runner, fleet, eos_ids, self.max_len, options.prefill_chunk, options.prefix_cache)
+
+    def close(self) -> None:
+        """End the other ranks, if there are any; the LLM can compute no more then."""
+        if self.fleet is not None:
+            self.fleet.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -273,8 +298,3 @@ class LLM:
             time_to_first_token=min((r.first_token or r.finished or 0.0) - r.arrived for r in answers),
             seconds=max((r.finished or 0.0) - r.arrived for r in answers),
         )
-
-
-def on_cuda(model: KimiForCausalLM) -> bool:
-    """Whether a model's weights live on a GPU."""
-    return next(model.parameters()).is_cuda

@@ -40,6 +40,10 @@ class EngineFailed(Exception):  # noqa: N818  (what happened, as QueueFull)
     """The engine has ended without being told to."""
 
 
+class RankFailed(EngineFailed):
+    """A rank of a job has ended, hangs, or said why it cannot go on."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """What does not change while an engine runs.

@@ -5,6 +5,9 @@ snapshot, and pages below which no snapshot lies are useless and freed at once.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
 
 from anabranch.engine.cache import PAGE, FreeList
 
@@ -28,6 +31,15 @@ class Node:
             nodes.append(node)
             node = node.parent
         return nodes[::-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A state after `depth` tokens, in a snapshot slot; `finite` is a bool tensor on the host once its step landed."""
+
+    depth: int
+    slot: int
+    finite: torch.Tensor
 
 
 class PrefixCache:

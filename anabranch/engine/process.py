@@ -137,7 +137,7 @@ def _main(sock: socket.socket, model: Path, options: dict[str, Any]) -> None:
         # a handler, as "ignore" would be inherited by compilers that are started from here
         signal.signal(each, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=follow_parent, daemon=True).start()
     with sock, suppress(BrokenPipeError):
         _load_and_run(sock, model, options)
 
@@ -146,6 +146,7 @@ def _load_and_run(sock: socket.socket, model: Path, options: dict[str, Any]) -> 
     import torch
 
     from anabranch.engine.facts import facts_of
+    from anabranch.engine.links import RankFailed
     from anabranch.engine.llm import LLM
     from anabranch.engine.worker import Worker
 
@@ -159,13 +160,21 @@ def _load_and_run(sock: socket.socket, model: Path, options: dict[str, Any]) -> 
     except (MemoryError, torch.OutOfMemoryError) as error:
         wire.send(sock, ("refused", f"{model}: out of memory: {error}"))
         return
+    except RankFailed as failure:
+        wire.send(sock, ("failed", str(failure)))
+        sys.exit(1)
     except BaseException as error:
         wire.send(sock, ("failed", f"{type(error).__name__}: {error}"))
         raise
-    worker.run()
+    try:
+        worker.run()
+    except RankFailed:
+        sys.exit(1)  # the reason has been told
+    finally:
+        llm.close()
 
 
-def _follow_parent() -> None:
+def follow_parent() -> None:
     """End with the parent, even in the middle of a step or of loading."""
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from anabranch.engine.prefix import Node
+from anabranch.engine.prefix import Node, Saved
 from anabranch.engine.sampler import Sampled
 from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
@@ -35,6 +35,8 @@ class Request:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     node: Node | None = None
+    flying: int = 0
+    saved: list[Saved] = field(default_factory=list)
     cached_tokens: int = 0
     preemptions: int = 0
     finish_reason: str | None = None
@@ -61,7 +63,13 @@ class Request:
 
     @property
     def known(self) -> int:
-        return len(self.prompt) + len(self.sampled)
+        """Tokens of prompt and answer, those in flight included."""
+        return len(self.prompt) + len(self.sampled) + self.flying
+
+    @property
+    def ending(self) -> bool:
+        """Whether the sample in flight is the last one whatever it says."""
+        return self.flying > 0 and len(self.sampled) + self.flying >= self.params.max_tokens
 
     @property
     def decoding(self) -> bool:
@@ -76,7 +84,9 @@ class Request:
         return (*self.eos_ids, *self.params.stop_token_ids)
 
     def next_tokens(self, count: int) -> list[int]:
-        """The next `count` tokens to compute."""
+        """The next `count` tokens to compute; 0 stands for one that only the device knows."""
+        if self.decoding and self.flying:
+            return [0]
         if self.decoding:
             return [self.sampled[-1].token]
         return self.tokens[self.computed : self.computed + count]

@@ -2,27 +2,32 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 
 from anabranch.engine.cache import PAGE, Cache
+from anabranch.engine.flight import Flight, Result
 from anabranch.engine.graphs import DecodeGraphs
 from anabranch.engine.request import Request, TokenLogprob
-from anabranch.engine.sampler import Sampled, sample, top_logprobs
+from anabranch.engine.sampler import sample, top_logprobs
 from anabranch.fusion.plan import Moment
 from anabranch.layers.batch import Batch
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.ops.segments import Segments
+from anabranch.ops.staging import to_device
 
 
-@dataclass(slots=True)
-class Result:
-    """What a step gave one request: a sample once all its known tokens are computed, and scores of prompt tokens."""
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """How the ranks of all attention replicas take one step.
 
-    sampled: Sampled | None = None
-    finite: bool = True
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    `counts`: rows of each replica. `size`: the graph that all replay, or None with the reason `eager`.
+    """
+
+    counts: tuple[int, ...]
+    size: int | None
+    eager: str | None
 
 
 class Runner:
@@ -30,31 +35,72 @@ class Runner:
 
     Args:
         vocab: ids below this may be sampled; a model's table may be padded beyond its tokenizer.
+        samples: whether this rank turns logits into tokens; otherwise its flights have no results.
     """
 
-    def __init__(self, model: KimiForCausalLM, cache: Cache, vocab: int | None = None) -> None:
+    def __init__(self, model: KimiForCausalLM, cache: Cache, vocab: int | None = None, samples: bool = True) -> None:
         self.model, self.cache, self.device = model, cache, cache.device
         self.graphs: DecodeGraphs | None = None
+        self.samples = samples
         self.eager_steps: Counter[str] = Counter()
         self.graph_replays: Counter[int] = Counter()
         self.vocab = min(vocab or model.config.vocab_size, model.config.vocab_size)
 
-    @torch.inference_mode()
-    def step(self, segments: Sequence[tuple[Request, int]]) -> list[Result]:
-        """Compute `count` tokens of each (request, count); decoding requests must come first."""
-        if not segments:
-            return []
-        eager = self._why_eager(segments)
+    def turn(self, replicas: Sequence[Sequence[tuple[Request, int]]]) -> Turn:
+        """How the ranks of several attention replicas take a step together; an idle one computes a row for nobody."""
+        eager = next((why for s in replicas if s and (why := self._why_eager(s)) is not None), None)
         if eager is None:
             assert self.graphs is not None
-            logits, size = self.graphs.run([r for r, _ in segments])
+            size = self.graphs.size(max(map(len, replicas)))
+            return Turn((size,) * len(replicas), size, None)
+        return Turn(tuple(max(1, sum(n for _, n in s)) for s in replicas), None, eager)
+
+    @torch.inference_mode()
+    def launch(
+        self, segments: Sequence[tuple[Request, int]], behind: Flight | None = None, turn: Turn | None = None
+    ) -> Flight:
+        """Start to compute `count` tokens of each (request, count); decoding requests must come first.
+
+        Args:
+            behind: the step in flight, whose samples the decoding requests continue from.
+            turn: how all ranks of the job take this step; then the model runs also without a segment.
+        """
+        newest = self._newest(segments, behind)
+        eager = self._why_eager(segments) if turn is None else turn.eager
+        picked = None
+        if eager is None:
+            assert self.graphs is not None
+            logits, picked, size = self.graphs.run([r for r, _ in segments], newest, turn and turn.size)
             self.graph_replays[size] += 1
             owners = list(range(len(segments)))
         else:
             self.eager_steps[eager] += 1
-            batch, owners = self._batch(segments)
-            logits = self.model(batch, self.cache.layers)
-        return self._results(segments, logits[:, : self.vocab], owners)
+            batch, owners = self._batch(segments, newest) if segments else (self._idle(), [])
+            logits = self.model(batch if turn is None else replace(batch, counts=turn.counts), self.cache.layers)
+        if not self.samples:
+            return Flight(list(segments), [], None, {})
+        return self._sampled(list(segments), logits[:, : self.vocab], owners, picked)
+
+    def step(self, segments: Sequence[tuple[Request, int]], turn: Turn | None = None) -> list[Result]:
+        """A step whose results are waited for, on a rank that is told what to compute."""
+        flight = self.launch(segments, turn=turn)
+        if not self.samples:
+            return []
+        flight.seal(self.device)
+        results = flight.wait()
+        for i in flight.ready:
+            flight.segments[i][0].flying -= 1
+        return results
+
+    def _newest(self, segments: Sequence[tuple[Request, int]], behind: Flight | None) -> torch.Tensor | None:
+        """int64 [decoding requests]: their newest tokens, if these are known on the device only."""
+        flying = [r for r, _ in segments if r.decoding and r.flying]
+        if not flying:
+            return None
+        assert behind is not None
+        assert behind.samples is not None
+        rows, tokens = [behind.row_of(r) for r in flying], behind.samples.tokens
+        return tokens if rows == list(range(len(tokens))) else tokens[to_device(rows, self.device)]
 
     def _why_eager(self, segments: Sequence[tuple[Request, int]]) -> str | None:
         """The reason that a step is not replayed from a graph, or None."""
@@ -64,23 +110,29 @@ class Runner:
             return "prefill in the batch"
         return None if self.graphs.fits(len(segments)) else "batch above the largest graph"
 
-    def _results(
-        self, segments: Sequence[tuple[Request, int]], logits: torch.Tensor, owners: list[int]
-    ) -> list[Result]:
+    def _sampled(
+        self,
+        segments: list[tuple[Request, int]],
+        logits: torch.Tensor,
+        owners: list[int],
+        picked: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> Flight:
         """`owners[i]` is the segment of logits row i; the last row of a ready segment is sampled."""
-        results = [Result() for _ in segments]
-        last = {owner: row for row, owner in enumerate(owners)}
-        ready = [i for i, (r, count) in enumerate(segments) if r.computed + count == r.known]
-        rows = [last[i] for i in ready]
-        picked = logits if rows == list(range(len(owners))) else logits[rows]
-        samples = sample(picked, [segments[i][0] for i in ready], self.model.ops.log_softmax) if ready else []
-        for i, sampled in zip(ready, samples, strict=True):
-            results[i].sampled, results[i].finite = sampled, sampled is not None
+        scored: dict[int, list[TokenLogprob]] = {}
         for i, (request, count) in enumerate(segments):
             if wants_prompt_logprobs(request):
                 first = owners.index(i)
-                results[i].prompt_logprobs = self._prompt_logprobs(request, count, logits[first : first + count])
-        return results
+                scored[i] = self._prompt_logprobs(request, count, logits[first : first + count])
+        last = {owner: row for row, owner in enumerate(owners)}
+        ready = [i for i, (r, count) in enumerate(segments) if r.computed + count == r.known]
+        samples = None
+        if ready:
+            rows = [last[i] for i in ready]
+            chosen = logits if rows == list(range(len(owners))) else logits[to_device(rows, self.device)]
+            samples = sample(chosen, [segments[i][0] for i in ready], self.model.ops, picked)
+        for i in ready:
+            segments[i][0].flying += 1
+        return Flight(segments, ready, samples, scored)
 
     def _prompt_logprobs(self, request: Request, count: int, logits: torch.Tensor) -> list[TokenLogprob]:
         """Row i predicts the token behind it; the first prompt token has no log probability."""
@@ -92,7 +144,9 @@ class Runner:
             (float(row[token]), top_logprobs(row, top)) for row, token in zip(logprobs, following, strict=True)
         ]
 
-    def _batch(self, segments: Sequence[tuple[Request, int]]) -> tuple[Batch, list[int]]:
+    def _batch(
+        self, segments: Sequence[tuple[Request, int]], newest: torch.Tensor | None = None
+    ) -> tuple[Batch, list[int]]:
         tokens, rows, wanted, owners = [], [], [], []
         for i, (request, count) in enumerate(segments):
             first = len(tokens)
@@ -108,8 +162,11 @@ class Runner:
         widest = max(len(r.pages) for r, _ in segments)
         decodes = sum(r.decoding for r, _ in segments)
         lengths, totals = [count for _, count in segments], [r.computed + count for r, count in segments]
+        placed = self._tensor(tokens)
+        if newest is not None:
+            placed[:decodes] = newest
         batch = Batch(
-            tokens=self._tensor(tokens),
+            tokens=placed,
             segments=Segments.of(lengths, totals, self.device),
             prefill=Segments.of(lengths[decodes:], totals[decodes:], self.device),
             decodes=decodes,
@@ -121,8 +178,23 @@ class Runner:
         )
         return batch, owners
 
+    def _idle(self) -> Batch:
+        """One token of no request: every rank takes part in what its peers compute."""
+        none = self._tensor([-1])
+        return Batch(
+            tokens=self._tensor([0]),
+            segments=Segments.of([1], [0], self.device),
+            prefill=Segments.of([], [], self.device),
+            decodes=1,
+            slots=none,
+            block_table=self._tensor([[0]]),
+            rows=none,
+            wanted=self._tensor([0]),
+            moment=Moment(1, 1, False),
+        )
+
     def _tensor(self, values: list) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return to_device(values, self.device)
 
 
 def wants_prompt_logprobs(request: Request) -> bool:

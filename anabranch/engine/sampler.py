@@ -1,4 +1,8 @@
-"""Turns logits into tokens: greedy, or temperature with top-k, top-p and min-p, reproducible by seed."""
+"""Turns logits into tokens: greedy, or temperature with top-k, top-p and min-p, reproducible by seed.
+
+Everything runs where the logits are; the host draws one uniform number for each token that is left to chance. Nothing
+here waits for the device before `Samples.read`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +11,8 @@ from typing import Protocol
 import torch
 
 from anabranch.engine.sampling import SamplingParams
-from anabranch.ops.registry import Op
+from anabranch.ops.registry import Ops
+from anabranch.ops.staging import to_device, to_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +38,69 @@ class Drawer(Protocol):
     def banned(self) -> Sequence[int]: ...
 
 
-def sample(logits: torch.Tensor, requests: Sequence[Drawer], log_softmax: Op) -> list[Sampled | None]:
-    """One token for each row of `logits` [W, vocab] fp32; None where a logit is not finite."""
-    finite = logits.isfinite().all(-1).tolist()
-    logprobs = log_softmax(logits)
-    allowed = _reshaped(logits, requests)
-    tokens = allowed.argmax(-1)
-    for row, request in enumerate(requests):
-        if request.params.temperature > 0 and finite[row]:
-            tokens[row] = _draw(allowed[row], request.params, request.generator)
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0].tolist()
-    return [
-        Sampled(token, chosen[row], top_logprobs(logprobs[row], requests[row].params.logprobs)) if finite[row] else None
-        for row, token in enumerate(tokens.tolist())
-    ]
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Tokens on their way: `tokens` int64 [W] where the logits are, the rest a host copy that is not complete yet.
+
+    `tops`: for each row that asked for alternatives, (log probabilities, ids).
+    """
+
+    tokens: torch.Tensor
+    chosen: torch.Tensor
+    logprobs: torch.Tensor
+    tops: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+    def read(self) -> list[Sampled | None]:
+        """One sample for each row, None where a logit was not finite; the copies must be complete."""
+        logprobs = self.logprobs.tolist()
+        return [
+            Sampled(token, logprobs[row], self._top(row)) if logprobs[row] == logprobs[row] else None
+            for row, token in enumerate(self.chosen.tolist())
+        ]
+
+    def _top(self, row: int) -> dict[int, float]:
+        if row not in self.tops:
+            return {}
+        values, ids = self.tops[row]
+        return dict(zip(ids.tolist(), values.tolist(), strict=True))
+
+
+def needs_history(request: Drawer) -> bool:
+    """Whether the next choice depends on the tokens before it other than through the logits."""
+    return request.params.reshapes_logits or request.params.min_tokens > 0
+
+
+def sample(
+    logits: torch.Tensor,
+    requests: Sequence[Drawer],
+    ops: Ops,
+    picked: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Samples:
+    """One token for each row of `logits` [W, vocab] fp32.
+
+    Args:
+        picked: what `ops.pick(logits)` gives, if it was computed before; it is written to.
+    """
+    tokens, logprobs = picked or ops.pick(logits)
+    allowed, moved = _reshaped(logits, requests)
+    if moved:
+        tokens[to_device(moved, logits.device)] = allowed[to_device(moved, logits.device)].argmax(-1)
+    hot = [row for row, r in enumerate(requests) if r.params.temperature > 0]
+    if hot:
+        chance = [torch.rand((), generator=requests[row].generator, dtype=torch.float64).item() for row in hot]
+        tokens[to_device(hot, logits.device)] = draw(allowed, hot, [requests[row].params for row in hot], chance)
+    top = {row: r.params.logprobs for row, r in enumerate(requests) if r.params.logprobs}
+    scored = sorted({*moved, *hot, *top})
+    tops = {}
+    if scored:
+        at = to_device(scored, logits.device)
+        scores = ops.log_softmax(logits[at])
+        # the pick's NaN marks a row that is not finite
+        logprobs[at] = torch.where(logprobs[at].isnan(), logprobs[at], scores.gather(1, tokens[at, None])[:, 0])
+        for row, count in top.items():
+            values, ids = scores[scored.index(row)].topk(count)
+            tops[row] = to_host(values), to_host(ids)
+    return Samples(tokens, to_host(tokens), to_host(logprobs), tops)
 
 
 def top_logprobs(logprobs: torch.Tensor, count: int | None) -> dict[int, float]:
@@ -57,11 +111,70 @@ def top_logprobs(logprobs: torch.Tensor, count: int | None) -> dict[int, float]:
     return dict(zip(ids.tolist(), values.tolist(), strict=True))
 
 
-def _reshaped(logits: torch.Tensor, requests: Sequence[Drawer]) -> torch.Tensor:
-    """Logits after penalties, biases and bans; rows that need none of them share the input's memory."""
+def draw(
+    logits: torch.Tensor, rows: Sequence[int], params: Sequence[SamplingParams], chance: Sequence[float]
+) -> torch.Tensor:
+    """One token id for each of `rows` from softmax(logits / temperature) cut by top-k, then top-p, then min-p.
+
+    Args:
+        chance: a uniform number in [0, 1) for each row; the token is where the cumulative probability passes it.
+    """
+    device = logits.device
+    tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
+    # a row is sorted only if it is cut, and then whatever its neighbours ask for: its draw does not depend on them
+    for cut in (False, True):
+        mine = [i for i, p in enumerate(params) if _cuts(p) == cut]
+        if mine:
+            values = logits[to_device([rows[i] for i in mine], device)]
+            u = to_device([chance[i] for i in mine], device, torch.float64)[:, None]
+            drawn = (_draw_cut if cut else _draw_any)(values, [params[i] for i in mine], u)
+            tokens[to_device(mine, device)] = drawn
+    return tokens
+
+
+def _cuts(p: SamplingParams) -> bool:
+    return p.top_p < 1 or p.min_p > 0 or p.top_k > 0
+
+
+def _column(params: Sequence[SamplingParams], name: str, device: torch.device) -> torch.Tensor:
+    return to_device([getattr(p, name) for p in params], device, torch.float64)[:, None]
+
+
+def _draw_any(logits: torch.Tensor, params: Sequence[SamplingParams], chance: torch.Tensor) -> torch.Tensor:
+    # in double and from the largest down, so that no temperature underflows to a division by zero
+    below = logits.double() - logits.amax(-1, keepdim=True).double()
+    reached = _running_sum(torch.softmax(below / _column(params, "temperature", logits.device), -1))
+    place = torch.searchsorted(reached, chance * reached[:, -1:], right=True)[:, 0]
+    return place.clamp_max(logits.shape[1] - 1)
+
+
+def _draw_cut(logits: torch.Tensor, params: Sequence[SamplingParams], chance: torch.Tensor) -> torch.Tensor:
+    values, ids = logits.sort(descending=True, stable=True)
+    device, width = logits.device, logits.shape[1]
+    kept = to_device([p.top_k if p.top_k > 0 else width for p in params], device)[:, None]
+    scaled = (values.double() - values[:, :1].double()) / _column(params, "temperature", device)
+    scaled = scaled.masked_fill(torch.arange(width, device=device) >= kept, -torch.inf)
+    probs = torch.softmax(scaled, -1)
+    keep = _running_sum(probs) - probs < _column(params, "top_p", device)
+    keep &= probs >= _column(params, "min_p", device) * probs[:, :1]
+    keep[:, 0] = True
+    reached = _running_sum(probs * keep)
+    place = torch.searchsorted(reached, chance * reached[:, -1:], right=True)
+    # rounding must not lead past the last token that was kept
+    last = (keep & (probs > 0)).sum(-1, keepdim=True) - 1
+    return ids.gather(1, torch.minimum(place, last).clamp_min(0))[:, 0]
+
+
+def _running_sum(probs: torch.Tensor) -> torch.Tensor:
+    """Cumulative sums of rows [n, V]; a lone row takes the kernel that several take, so its bits are the same."""
+    return torch.cumsum(probs, -1) if len(probs) > 1 else torch.cumsum(probs.expand(2, -1), -1)[:1]
+
+
+def _reshaped(logits: torch.Tensor, requests: Sequence[Drawer]) -> tuple[torch.Tensor, list[int]]:
+    """Logits after penalties, biases and bans, and the rows that these touched."""
     touched = [row for row, r in enumerate(requests) if r.params.reshapes_logits or r.banned]
     if not touched:
-        return logits
+        return logits, touched
     logits = logits.clone()
     for row in touched:
         request, p = requests[row], requests[row].params
@@ -72,7 +185,7 @@ def _reshaped(logits: torch.Tensor, requests: Sequence[Drawer]) -> torch.Tensor:
         banned = list({*request.banned})
         if len(banned) < logits.shape[1]:  # one that bans everything bans nothing
             logits[row, banned] = -torch.inf
-    return logits
+    return logits, touched
 
 
 def _penalise(logits: torch.Tensor, request: Drawer) -> None:
@@ -85,18 +198,3 @@ def _penalise(logits: torch.Tensor, request: Drawer) -> None:
     if request.output and (p.presence_penalty or p.frequency_penalty):
         ids, counts = torch.tensor(request.output, device=logits.device).unique(return_counts=True)
         logits[ids] -= p.presence_penalty + p.frequency_penalty * counts
-
-
-def _draw(logits: torch.Tensor, p: SamplingParams, generator: torch.Generator) -> torch.Tensor:
-    """One sample from softmax(logits) cut by top-k, then top-p, then min-p."""
-    values, ids = logits.sort(descending=True, stable=True)
-    if p.top_k > 0:
-        values = values[: p.top_k]
-    # drawn on the CPU, so that a seed means the same tokens on every device
-    # in double and from the largest down, so that no temperature or top_p underflows to a division by zero
-    scaled = (values.cpu().double() - values[0].item()) / p.temperature
-    probs = torch.softmax(scaled, -1)
-    keep = probs.cumsum(-1) - probs < p.top_p
-    keep &= probs >= p.min_p * probs[0]
-    keep[0] = True
-    return ids[torch.multinomial(probs * keep, 1, generator=generator).to(ids.device)][0]

@@ -3,11 +3,15 @@
 import time
 from collections import deque
 
-from anabranch.engine.cache import PAGE, Cache, FreeList, pages_for
-from anabranch.engine.prefix import PrefixCache
+from anabranch.engine.cache import PAGE, CachePools, FreeList, pages_for
+from anabranch.engine.prefix import PrefixCache, Saved
 from anabranch.engine.request import Request
 
 Segment = tuple[Request, int]
+
+
+class _NoRoomError(Exception):
+    """There are no free pages, and nobody may be preempted."""
 
 
 class Scheduler:
@@ -19,7 +23,7 @@ class Scheduler:
         prefix_cache: reuse pages and states of earlier requests.
     """
 
-    def __init__(self, cache: Cache, prefill_chunk: int, prefix_cache: bool = True) -> None:
+    def __init__(self, cache: CachePools, prefill_chunk: int, prefix_cache: bool = True) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}: need at least 1")
         self.cache, self.prefill_chunk = cache, prefill_chunk
@@ -28,28 +32,55 @@ class Scheduler:
         self.prefix = PrefixCache(self.pages, snapshots) if prefix_cache and cache.snapshots else None
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.away: set[Request] = set()  # wait for a step that other ranks compute, and are not scheduled until then
+        self.depth = 1  # steps that other ranks compute at once; running answers are spread over them
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
 
-    def schedule(self) -> list[Segment]:
-        """(request, token count) for one step: running answers first, then prompt chunks up to `prefill_chunk`."""
+    def schedule(self, ahead: bool = False) -> list[Segment]:
+        """(request, token count) for one step: running answers first, then prompt chunks up to `prefill_chunk`.
+
+        Args:
+            ahead: a step is in flight. Then nobody is preempted, since a sample of theirs may be on its way: without
+                free pages the list is empty, and the caller asks again when nothing flies.
+        """
+        try:
+            return self._segments(ahead)
+        except _NoRoomError:
+            return []
+
+    def _segments(self, ahead: bool) -> list[Segment]:
         decodes: list[Segment] = []
-        for request in list(self.running):
-            if request.decoding and request in self.running and self._grow(request, 1):
+        most = -(-sum(r.decoding for r in self.running) // self.depth)
+        for request in [r for r in self.running if r not in self.away]:
+            if not request.decoding or request.ending or request not in self.running or len(decodes) == most:
+                continue
+            if self._grow(request, 1, ahead):
                 decodes.append((request, 1))
         prefills, budget = [], self.prefill_chunk
-        for request in list(self.running):
+        for request in [r for r in self.running if r not in self.away]:
             if not request.decoding and budget and request in self.running:
-                budget -= self._prefill(request, budget, prefills)
+                budget -= self._prefill(request, budget, prefills, ahead)
         while budget and self.waiting and self._admit():
-            budget -= self._prefill(self.running[-1], budget, prefills)
+            budget -= self._prefill(self.running[-1], budget, prefills, ahead)
         # a preempted request decodes no more, even if it was admitted again just now
         return [segment for segment in decodes if segment[0].decoding] + prefills
 
-    def computed(self, request: Request, count: int) -> None:
-        """`count` more tokens of a running request are in the cache; save the state where it can be reused."""
+    def launched(self, request: Request, count: int) -> None:
+        """`count` more tokens of a running request will be in the cache; copy the state where it can be reused.
+
+        To be called before another step is launched, which will change the state.
+        """
         request.computed += count
-        if self.prefix is not None and request.computed % PAGE == 0 and request.params.prompt_logprobs is None:
-            self._share(request, self.prefix)
+        if self.prefix is None or request.computed % PAGE or request.params.prompt_logprobs is not None:
+            return
+        if (slot := self.prefix.take_snapshot_slot()) is not None:
+            self.cache.copy(request.slot, slot)
+            request.saved.append(Saved(request.computed, slot, self.cache.finite(slot)))
+
+    def landed(self, request: Request, depth: int) -> None:
+        """What was launched up to `depth` tokens has been computed, and those tokens are known: share them."""
+        if request.saved and request.saved[0].depth == depth and self.prefix is not None:
+            self._share(request, request.saved.pop(0), self.prefix)
 
     def release(self, request: Request, poisoned: bool = False) -> None:
         """Free everything that a request holds; a poisoned slot and pages are zeroed before anyone gets them."""
@@ -64,14 +95,18 @@ class Scheduler:
         self.slots.give(request.slot)
         for page in request.pages[owned:]:
             self.pages.give(page)
-        if request.node is not None and self.prefix is not None:
-            self.prefix.detach(request.node)
+        if self.prefix is not None:
+            for saved in request.saved:
+                self.prefix.snapshots.give(saved.slot)
+            request.saved.clear()
+            if request.node is not None:
+                self.prefix.detach(request.node)
         request.slot, request.pages, request.node, request.computed = -1, [], None, 0
 
-    def _prefill(self, request: Request, budget: int, into: list[Segment]) -> int:
+    def _prefill(self, request: Request, budget: int, into: list[Segment], ahead: bool) -> int:
         """Schedule the next chunk of a prompt; returns its tokens, 0 if the request lost its memory instead."""
         count = self._chunk(request, budget)
-        if not self._grow(request, count):
+        if not self._grow(request, count, ahead):
             return 0
         into.append((request, count))
         return count
@@ -117,12 +152,14 @@ class Scheduler:
             self.prefix_queries += len(request.prompt)
             self.prefix_hits += request.computed
 
-    def _grow(self, request: Request, count: int) -> bool:
+    def _grow(self, request: Request, count: int, ahead: bool) -> bool:
         """Pages for `count` more tokens, from the newest requests if need be; False if `request` lost its own."""
         while len(request.pages) < pages_for(request.computed + count):
             if len(self.pages) or (self.prefix is not None and self.prefix.free_a_page()):
                 request.pages.append(self.pages.take())
                 continue
+            if ahead:
+                raise _NoRoomError
             victim = self.running[-1]
             self._preempt(victim)
             if victim is request:
@@ -138,10 +175,10 @@ class Scheduler:
         if not request.sampled:
             request.prompt_logprobs.clear()
 
-    def _share(self, request: Request, prefix: PrefixCache) -> None:
-        """Hand the full pages of a request to the prefix tree and save its state at the last of them."""
+    def _share(self, request: Request, saved: Saved, prefix: PrefixCache) -> None:
+        """Hand the full pages of a request to the prefix tree, and the copy of its state at the end of them."""
         old, node, tokens = request.node, request.node, request.tokens
-        for i in range(old.depth // PAGE if old else 0, request.computed // PAGE):
+        for i in range(old.depth // PAGE if old else 0, saved.depth // PAGE):
             node = prefix.extend(node, tuple(tokens[i * PAGE : (i + 1) * PAGE]), request.pages[i])
             if node.page != request.pages[i]:  # another request computed the same page first
                 self.pages.give(request.pages[i])
@@ -151,9 +188,7 @@ class Scheduler:
         if old is not None:
             prefix.detach(old)
         request.node = node
-        if node.snapshot is None and (slot := prefix.take_snapshot_slot()) is not None:
-            self.cache.copy(request.slot, slot)
-            if self.cache.is_finite(slot):
-                prefix.keep(node, slot)
-            else:  # never hand a poisoned state on
-                prefix.snapshots.give(slot)
+        if node.snapshot is None and bool(saved.finite):  # never hand a poisoned state on
+            prefix.keep(node, saved.slot)
+        else:
+            prefix.snapshots.give(saved.slot)

@@ -77,6 +77,8 @@ class EngineService:
         self._tickets: dict[int, Ticket] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._stopping = False
+        # what was submitted while the weights are being replaced, by number; None at other times
+        self._held: dict[int, tuple[Any, ...]] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
 
@@ -120,17 +122,56 @@ class EngineService:
         self.facts.limits.check(prompt, params)
         number = next(self._numbers)
         ticket = self._tickets[number] = Ticket(self, number)
-        self._say("submit", number, prompt, params, skip_special, time.perf_counter())
+        message = ("submit", number, prompt, params, skip_special, time.perf_counter())
+        if self._held is None:
+            self._say(*message)
+        else:
+            self._held[number] = message
         return ticket
 
     def abort(self, number: int) -> None:
         """End a request; its ticket hears of it when the engine has."""
         if number in self._tickets:
-            self._say("abort", number)
+            if self._held is not None and self._held.pop(number, None) is not None:
+                self._tickets.pop(number).put(Update(finish_reason="abort"))
+            else:
+                self._say("abort", number)
 
     async def flush_cache(self) -> bool:
         """Forget cached prefixes; False if there is no prefix cache."""
         return await self._call("flush_cache")
+
+    @property
+    def updating(self) -> bool:
+        """Whether the weights are being replaced."""
+        return self._held is not None
+
+    async def update_weights(self, directory: Path, *, abort: bool = False) -> tuple[int, int]:
+        """Overwrite the weights with those of a checkpoint, between requests: what runs ends first, what comes waits.
+
+        Args:
+            abort: end at once what runs.
+
+        Returns:
+            How many weights were written, and how many requests waited meanwhile.
+
+        Raises:
+            ValueError: the engine refused, and goes on with the weights that it had; or it is being updated already.
+            EngineFailed: it has ended, or is being drained.
+        """
+        if self._held is not None:
+            raise ValueError("the weights are being replaced already")
+        self._held = {}
+        try:
+            for number in list(self._tickets) if abort else ():
+                self._say("abort", number)
+            while self.accepting and len(self._tickets) > len(self._held):
+                await asyncio.sleep(0.01)
+            return await self._call("update_weights", directory), len(self._held)
+        finally:
+            held, self._held = self._held, None
+            for message in held.values():
+                self._say(*message)
 
     async def start_profile(self, directory: Path) -> None:
         """Record the coming steps with torch.profiler; ValueError: a recording is running already."""

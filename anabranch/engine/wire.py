@@ -23,7 +23,7 @@ def send(sock: socket.socket, message: Any) -> None:
 
 def receive(sock: socket.socket) -> Any:
     """Wait for one message, and read not a byte more; EOFError when the other side has gone."""
-    return pickle.loads(_exactly(sock, _LENGTH.unpack(_exactly(sock, _LENGTH.size))[0]))
+    return pickle.loads(exactly(sock, _LENGTH.unpack(exactly(sock, _LENGTH.size))[0]))
 
 
 async def receive_async(reader: asyncio.StreamReader) -> Any:
@@ -39,7 +39,8 @@ def has_more(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def _exactly(sock: socket.socket, count: int) -> bytes:
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """So many bytes; EOFError when the other side has gone."""
     data = bytearray()
     while len(data) < count:
         try:

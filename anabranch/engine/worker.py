@@ -1,7 +1,10 @@
 """The engine's side of a service: obeys messages, steps while there is work, and tells what became of it."""
 
+import os
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,10 @@ import torch
 from anabranch.engine import wire
 from anabranch.engine.facts import stats_of
 from anabranch.engine.llm import LLM
-from anabranch.engine.messages import Update
+from anabranch.engine.messages import EngineFailed, Update
 from anabranch.engine.request import Request
 from anabranch.engine.sampling import SamplingParams
+from anabranch.models.update import stored_weights
 
 
 class Worker:
@@ -30,8 +34,12 @@ class Worker:
         self._news: list[tuple[int, tuple[Any, ...]]] = []
         self._stopping = False
         self._profiler: torch.profiler.profile | None = None
+        self._sending = threading.Lock()
+        if llm.fleet is not None:
+            llm.fleet.hub.give_up = self._give_up
         self._calls: dict[str, Callable[..., Any]] = {
             "flush_cache": self._flush_cache,
+            "update_weights": self._update_weights,
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
         }
@@ -50,7 +58,8 @@ class Worker:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             return
         except BaseException as error:
-            self._send(("failed", f"{type(error).__name__}: {error}"))
+            kind = "" if isinstance(error, EngineFailed) else f"{type(error).__name__}: "
+            self._send(("failed", f"{kind}{error}"))
             raise
 
     def _listen(self) -> None:
@@ -128,7 +137,15 @@ class Worker:
         self._news.append((number, tuple(update)))
 
     def _send(self, message: tuple[Any, ...]) -> None:
-        wire.send(self._sock, message)
+        with self._sending:
+            wire.send(self._sock, message)
+
+    def _give_up(self, reason: str) -> None:
+        """From another thread: a rank has gone, and this one cannot be waited for."""
+        if self._sending.acquire(timeout=1.0):
+            with suppress(OSError):
+                wire.send(self._sock, ("failed", reason))
+        os._exit(1)
 
     def _flush_cache(self) -> bool:
         """Forget cached prefixes; False if there is no prefix cache."""
@@ -136,6 +153,15 @@ class Worker:
         if prefix is not None:
             prefix.flush()
         return prefix is not None
+
+    def _update_weights(self, directory: Path) -> int:
+        """Overwrite the weights with those of a checkpoint, behind the last step; how many were written."""
+        if self._llm.fleet is not None:
+            raise ValueError("update_weights_from_disk: this server has several ranks; accepted is one")
+        while self._llm.engine.busy:
+            for request in self._llm.engine.step():
+                self._tell(request)
+        return self._llm.update_weights(stored_weights(directory, self._llm.model.config))
 
     def _start_profile(self, directory: Path) -> None:
         if self._profiler is not None:

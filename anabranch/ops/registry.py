@@ -22,8 +22,9 @@ Op = Callable[..., torch.Tensor]
 class Ops:
     """Every operation that layers and the sampler call. Contracts are in `ops/<folder>/spec.py`.
 
-    `kda_step` or `kda_inputs` None: the layer runs the separate operations that it would fuse. `prefill_layout` is what
-    kda_prefill wants of kda_inputs.
+    `kda_step`, `kda_inputs`, `mla_step` or `expert_ffn` None: the layer runs the separate operations that it would fuse.
+    `prefill_layout` is what kda_prefill wants of kda_inputs; where that is "grouped", `kda_prompt` is its form that
+    norms and gates for itself.
     """
 
     linear: Op
@@ -31,6 +32,7 @@ class Ops:
     batched_linear: Op
     gemm_low_rank: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     rms_norm: Op
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     l2_norm: Op
     gated_rms_norm: Op
     conv: Op
@@ -39,32 +41,41 @@ class Ops:
     kda_decode: Op
     kda_prefill: Op
     kda_step: Op | None
+    mla_write: Callable[..., None]
     mla_decode: Op
     mla_prefill: Op
+    mla_step: Op | None
     sigmoid_gate: Op
     glu: Op
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     routed_experts: Op
-    residual_read: Op
+    expert_ffn: Op | None
+    residual_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     log_softmax: Op
+    pick: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     prefill_layout: str = "normed"
+    kda_prompt: Op | None = None
 
 
-OP_NAMES = tuple(f.name for f in fields(Ops) if f.name != "prefill_layout")
+OP_NAMES = tuple(f.name for f in fields(Ops) if f.name not in ("prefill_layout", "kda_prompt"))
 
 _FOLDERS = {
     "batched_linear": "linear",
     "gemm_low_rank": "skinny_gemm",
     "rms_norm": "norm",
+    "add_rms_norm": "norm",
     "l2_norm": "norm",
     "gated_rms_norm": "norm",
     "log_decay": "kda_gate",
+    "mla_write": "mla",
     "mla_decode": "mla",
     "mla_prefill": "mla",
+    "mla_step": "mla",
     "sigmoid_gate": "gate",
     "route": "router",
     "routed_experts": "experts",
-    "residual_read": "attn_residual",
+    "residual_norm": "attn_residual",
+    "pick": "log_softmax",
 }
 
 
@@ -185,6 +196,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     # the bits of `segmented` in every mode
     "gemm_low_rank": (_skinny("cuda", True, _low_rank), _REFERENCE, _DETERMINISTIC),
     "rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
+    "add_rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "l2_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "gated_rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "conv": (_triton(), _INVARIANT_REFERENCE),
@@ -194,7 +206,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         _REFERENCE,
         _DETERMINISTIC,
     ),
-    "log_decay": (_INVARIANT_REFERENCE,),
+    "log_decay": (_triton(), _INVARIANT_REFERENCE),
     "kda_decode": (_triton(_kda_heads), _REFERENCE, _DETERMINISTIC),
     "kda_prefill": (
         Implementation(
@@ -204,6 +216,14 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             dtypes=(torch.bfloat16, torch.float16),
             fits=_kda_heads,
             layout="rounded",
+        ),
+        Implementation(
+            name="chunked",
+            device="cuda",
+            package="triton",
+            dtypes=(torch.bfloat16,),
+            fits=_heads_of_128,
+            layout="grouped",
         ),
         _triton(_kda_heads),
         _REFERENCE,
@@ -215,14 +235,22 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         _triton(_four_taps, batch_invariant=False),
         Implementation(name="chain", batch_invariant=True),
     ),
+    "mla_write": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
     "mla_decode": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
     "mla_prefill": (Implementation(name="sdpa", device="cuda"), _triton(_latent), _REFERENCE, _DETERMINISTIC),
+    # its shares, and so its bits, know the batch
+    "mla_step": (
+        Implementation(name="balanced", device="cuda", package="triton", fits=_latent),
+        Implementation(name="chain", batch_invariant=True),
+    ),
     "sigmoid_gate": (_triton(), _INVARIANT_REFERENCE),
     "glu": (_triton(), _INVARIANT_REFERENCE),
     "route": (_triton(_ungrouped), _REFERENCE, _DETERMINISTIC),
     "routed_experts": (_triton(), _REFERENCE, _DETERMINISTIC),
-    "residual_read": (_triton(), _REFERENCE, _DETERMINISTIC),
+    "expert_ffn": (_triton(), Implementation(name="chain", batch_invariant=True)),
+    "residual_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "log_softmax": (_triton(), _REFERENCE, _DETERMINISTIC),
+    "pick": (_triton(), _REFERENCE, _DETERMINISTIC),
 }
 
 # the two forms of a layer must come from one implementation, or a token's bits depend on how it was scheduled
@@ -266,7 +294,8 @@ def select(
                 raise ValueError(f"{pair}: deterministic mode needs the same implementation for both")
     functions = {name: _load(name, implementation) for name, (implementation, _) in chosen.items()}
     layout = next(i.layout for i in IMPLEMENTATIONS["kda_prefill"] if i.name == chosen["kda_prefill"][0])
-    return Selection(ops=Ops(**functions, prefill_layout=layout), chosen=chosen)
+    prompt = _load("kda_prefill", chosen["kda_prefill"][0], "kda_prompt") if layout == "grouped" else None
+    return Selection(ops=Ops(**functions, prefill_layout=layout, kda_prompt=prompt), chosen=chosen)
 
 
 def _choose(
@@ -294,6 +323,6 @@ def _choose(
     raise AssertionError(f"{name}: some implementation must run anywhere")
 
 
-def _load(name: str, implementation: str) -> Any:
+def _load(name: str, implementation: str, function: str | None = None) -> Any:
     module = import_module(f"anabranch.ops.{_FOLDERS.get(name, name)}.{implementation}")
-    return getattr(module, name)
+    return getattr(module, function or name)

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from anabranch.ops.staging import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class Segments:
@@ -31,8 +33,8 @@ class Segments:
         return cls(
             tuple(lengths),
             totals,
-            torch.tensor(offsets, dtype=torch.int64, device=device),
-            torch.tensor(totals, dtype=torch.int64, device=device),
+            to_device(offsets, device),
+            to_device(totals, device),
         )
 
     def __len__(self) -> int:

@@ -8,12 +8,12 @@ import torch
 from helpers.banks import mxfp4_bank, plain_bank
 
 from anabranch.config.model import ActivationConfig, ModelConfig
-from anabranch.ops.attn_residual.triton import residual_read
+from anabranch.ops.attn_residual.triton import residual_norm
 from anabranch.ops.experts.triton import routed_experts
 from anabranch.ops.gate.triton import sigmoid_gate
 from anabranch.ops.glu.triton import glu
 from anabranch.ops.linear.triton import linear
-from anabranch.ops.log_softmax.triton import log_softmax
+from anabranch.ops.log_softmax.triton import log_softmax, pick
 from anabranch.ops.norm.triton import add_rms_norm, gated_rms_norm, l2_norm, rms_norm
 from anabranch.ops.router.triton import route
 
@@ -80,7 +80,8 @@ def test_row_kernels(compiled):
         x, weight = meta(8, width), meta(width)
         rms_norm(x, weight, 1e-5)
         add_rms_norm(x, x, weight, 1e-5)
-        residual_read(x, [x] * 8, weight, weight[None], 1e-5)
+        for update in (x, None):
+            residual_norm(x, update, [x] * 8, weight, weight[None], weight, 1e-5)
     for heads in (12, 32, 96):
         x = meta(8, 3 * heads * 128)[:, : heads * 128].unflatten(-1, (heads, 128))
         l2_norm(x)
@@ -89,4 +90,5 @@ def test_row_kernels(compiled):
     glu(meta(8, 2048), ActivationConfig(name="silu"))
     glu(meta(8, 12288), SITU)
     log_softmax(meta(8, 163_840, dtype=torch.float32))
+    pick(meta(8, 163_840, dtype=torch.float32))
     compiled.check()

@@ -169,7 +169,7 @@ def test_a_poisoned_slot_ends_its_own_request_only(model, alone, value):
     assert (sick.finish_reason, len(sick.sampled)) == ("error", 5)
     assert "non-finite" in sick.error
     assert engine.nonfinite == 1
-    assert engine.runner.cache.is_finite(slot)
+    assert bool(engine.runner.cache.finite(slot))
     engine.scheduler.prefix.flush()
     run(engine, later)
     assert mine.sampled == later.sampled == alone

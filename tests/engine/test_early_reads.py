@@ -24,6 +24,7 @@ TINY = {
     "kl": kimi_linear_tiny(layers=4, kda_layers=(1, 2, 3), full_layers=(4,)),
     "k3": kimi_k3_tiny(),
 }
+PLAIN = ("rms_norm", "add_rms_norm", "residual_norm")  # launched plainly: all before them is complete
 WRITERS = ("kda_prefill", "kda_decode", "kda_step")  # the last argument is the state; conv precedes them
 EVERYTHING = -1  # slots and pools of all layers
 
@@ -80,7 +81,7 @@ def breach(events: list[Event]) -> str | None:
         if events[i - 1][0] not in ("linear", "batched_linear", "gemm_low_rank"):
             return f"a step reads early behind {events[i - 1][0]}"
         for before, written in reversed(events[:i]):
-            if before == "rms_norm":  # launched plainly: all before it is complete
+            if before in PLAIN:
                 break
             if written in (pool, EVERYTHING):
                 return f"no plain launch between {before} and an early step"

@@ -22,10 +22,12 @@ def model():
     return engine_model(KL, random_weights(KL, 1))
 
 
-def make(model, slots: int = 3, pages: int = 6, chunk: int = 16, eos=(), snapshots: int = 0) -> Engine:
+def make(
+    model, slots: int = 3, pages: int = 6, chunk: int = 16, eos=(), snapshots: int = 0, ahead: bool = False
+) -> Engine:
     shape = CacheShape.of(model.config, model.parallel, torch.float32)
     cache = Cache(model.config, model.parallel, shape, slots=slots, pages=pages, snapshots=snapshots, device="cpu")
-    return Engine(Runner(model, cache), eos, 512, chunk, prefix_cache=snapshots > 0)
+    return Engine(Runner(model, cache), eos, 512, chunk, prefix_cache=snapshots > 0, ahead=ahead)
 
 
 def request(number: int, prompt: list[int], **params) -> Request:
@@ -41,13 +43,14 @@ def answer(model, prompt: list[int], **params) -> list[int]:
     return r.output
 
 
-def test_random_arrivals_answer_as_if_alone(model):
+@pytest.mark.parametrize("ahead", [False, True])
+def test_random_arrivals_answer_as_if_alone(model, ahead):
     rng = random.Random(4)
     plans = [
         ([rng.randrange(KL.vocab) for _ in range(rng.choice((1, 2, 3, 17, 40, 65)))], rng.randrange(1, 12))
         for _ in range(14)
     ]
-    engine = make(model, slots=3, pages=5)
+    engine = make(model, slots=3, pages=5, ahead=ahead)
     pending, done = list(enumerate(plans)), {}
     while pending or engine.busy:
         for _ in range(rng.randrange(3)):
@@ -62,6 +65,60 @@ def test_random_arrivals_answer_as_if_alone(model):
         assert done[number] == answer(model, prompt, max_tokens=count)
     assert len(engine.scheduler.slots) == 3
     assert len(engine.scheduler.pages) == 5
+
+
+WISHES = {
+    "greedy": {},
+    "warm": {"temperature": 0.8, "seed": 5},
+    "cut": {"temperature": 1.2, "top_p": 0.9, "top_k": 20, "seed": 6},
+    "scored": {"logprobs": 3},
+    "kept from ending": {"min_tokens": 6},
+    "penalised": {"repetition_penalty": 1.7, "presence_penalty": 0.5},
+    "biased": {"temperature": 0.7, "seed": 8, "logit_bias": {3: 2.0}},
+    "prompt scored": {"prompt_logprobs": 2},
+    "one token": {"max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_launching_ahead_changes_no_sample(model, together):
+    """Ends by a token, by length and by min_tokens; choices that need the tokens before them; prefix hits."""
+    free = answer(model, [3, 1, 4], max_tokens=12)
+
+    def run(ahead):
+        engine = make(model, slots=9, pages=30, chunk=64, eos=(free[5],), snapshots=4, ahead=ahead)
+        requests = []
+        for i, params in enumerate(WISHES.values()):
+            prompt = [3, 1, 4] if i % 2 else [(7 * k + 1) % KL.vocab for k in range(90)]
+            requests.append(request(i, prompt, **{"max_tokens": 12} | params))
+            engine.add(requests[-1])
+            while engine.busy and not together:
+                engine.step()
+        while engine.busy:
+            engine.step()
+        return engine, requests
+
+    (_, plain), (engine, ahead) = run(False), run(True)
+    for name, one, other in zip(WISHES, plain, ahead, strict=True):
+        assert one.output == other.output, name
+        assert [list(s.top) for s in one.sampled] == [list(s.top) for s in other.sampled], name
+        assert [s.logprob for s in one.sampled] == pytest.approx([s.logprob for s in other.sampled], rel=1e-4)
+        assert (one.finish_reason, len(one.prompt_logprobs)) == (other.finish_reason, len(other.prompt_logprobs)), name
+    assert {r.finish_reason for r in ahead} == {"length", "stop"}
+    assert any(r.cached_tokens for r in ahead) or together
+    assert len(engine.scheduler.slots) == 9
+
+
+def test_a_step_is_launched_before_the_last_is_read(model):
+    engine, r = make(model, ahead=True), request(0, [3, 1, 4], max_tokens=4)
+    engine.add(r)
+    seen = []
+    while engine.busy:
+        engine.step()
+        seen.append((len(r.sampled), r.computed))
+    # one more token is in the cache than a step at a time would have put there; nothing is launched past the last
+    assert seen[:3] == [(1, 4), (2, 5), (3, 6)]
+    assert r.finish_reason == "length"
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])

@@ -18,10 +18,14 @@ class Memory(RuleBasedStateMachine):
     """Requests that share prefixes come, run, are aborted and poisoned, in memory that is always short."""
 
     @initialize(
-        slots=st.integers(1, 4), pages=st.integers(7, 14), snapshots=st.integers(0, 4), chunk=st.integers(1, 200)
+        slots=st.integers(1, 4),
+        pages=st.integers(7, 14),
+        snapshots=st.integers(0, 4),
+        chunk=st.integers(1, 200),
+        ahead=st.booleans(),
     )
-    def start(self, slots, pages, snapshots, chunk):
-        self.engine = toy_engine(CONFIG, slots=slots, pages=pages, snapshots=snapshots, chunk=chunk)
+    def start(self, slots, pages, snapshots, chunk, ahead):
+        self.engine = toy_engine(CONFIG, slots=slots, pages=pages, snapshots=snapshots, chunk=chunk, ahead=ahead)
         self.requests = []
 
     @rule(
@@ -86,10 +90,10 @@ TestMemory = Memory.TestCase
 TestMemory.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
-@pytest.mark.parametrize("snapshots", [0, 5])
-def test_ten_thousand_random_steps(snapshots):
+@pytest.mark.parametrize(("snapshots", "ahead"), [(0, False), (5, True)])
+def test_ten_thousand_random_steps(snapshots, ahead):
     rng = random.Random(snapshots)
-    engine = toy_engine(CONFIG, slots=4, pages=11, snapshots=snapshots, chunk=90)
+    engine = toy_engine(CONFIG, slots=4, pages=11, snapshots=snapshots, chunk=90, ahead=ahead)
     requests, alive, steps, number = [], [], 0, 0
     while steps < 10_000:
         if rng.random() < 0.2 and len(engine.scheduler.waiting) < 6:

@@ -1,13 +1,17 @@
 """Sampling: greedy, cuts, seeds, and what is reported about a choice."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from anabranch.engine.sampler import sample
 from anabranch.engine.sampling import SamplingParams
-from anabranch.ops.log_softmax.reference import log_softmax
+from anabranch.ops.log_softmax.reference import log_softmax, pick
+
+OPS: Any = SimpleNamespace(log_softmax=log_softmax, pick=pick)
 
 
 @dataclass
@@ -22,7 +26,7 @@ class Row:
 
 
 def choose(logits: torch.Tensor, *rows: Row):
-    return sample(logits, rows, log_softmax)
+    return sample(logits, rows, OPS).read()
 
 
 LOGITS = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
@@ -74,6 +78,22 @@ def test_a_seed_repeats_whatever_the_batch():
         return [choose(logits[rows], *drawers)[rows.index(1)].token for _ in range(9)]
 
     assert run([1]) == run([0, 1, 2]) == run([2, 1])
+
+
+def test_a_row_draws_alike_beside_rows_that_are_cut():
+    torch.manual_seed(1)
+    logits = torch.randn(3, 50)
+
+    def run(rows, neighbours):
+        drawers = [
+            Row(SamplingParams(**({"temperature": 1.5} if r == 0 else neighbours)), torch.Generator().manual_seed(r))
+            for r in rows
+        ]
+        return [choose(logits[rows], *drawers)[0].token for _ in range(30)]
+
+    alone = run([0], {})
+    assert len(set(alone)) > 5
+    assert run([0, 1, 2], {"top_p": 0.5}) == run([0, 2], {"top_k": 3, "temperature": 0.3}) == alone
 
 
 def test_banned_ids_are_never_chosen_and_logprobs_stay_raw():

@@ -5,12 +5,16 @@ import json
 import pickle
 import socket
 import threading
+from collections import Counter
 
 import pytest
+from helpers.adapters import random_pairs, write_adapter
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from anabranch.engine import wire
+from anabranch.engine.facts import facts_of
 from anabranch.engine.llm import LLM
 from anabranch.engine.messages import EngineFailed, QueueFull, Update
 from anabranch.engine.process import EngineThread
@@ -197,6 +201,96 @@ def test_nonsense_from_the_engine_is_a_failure(llm):
     assert "makes no sense: UnpicklingError" in served(llm, use)
 
 
+@pytest.fixture
+def own(tmp_path) -> LLM:
+    """An engine whose weights may change, and beside it a checkpoint with others."""
+    init_checkpoint("k3", tmp_path / "old", seed=0)
+    init_checkpoint("k3", tmp_path / "new", seed=1)
+    return LLM(tmp_path / "old", max_seqs=2, max_len=256, prefill_chunk=64)
+
+
+def tokens_of(path, prompt, count) -> list[int]:
+    return LLM(path, max_seqs=2, max_len=256).generate([prompt], params(count))[0].outputs[0].token_ids
+
+
+def said(updates) -> list[int]:
+    return [token for update in updates for token in update.token_ids]
+
+
+def test_an_update_waits_for_what_runs_and_what_comes_waits_for_it(own, tmp_path):
+    prompt = [72, 105] * 70  # pages that the prefix cache keeps
+    old, new = (tokens_of(tmp_path / name, prompt, 24) for name in ("old", "new"))
+    assert old != new
+
+    async def use(service):
+        running = service.submit(prompt, params(24))
+        await anext(running)
+        update = asyncio.create_task(service.update_weights(tmp_path / "new"))
+        await asyncio.sleep(0)
+        assert service.updating
+        late, left = service.submit(prompt, params(24)), service.submit([1], params(24))
+        left.abort()
+        with pytest.raises(ValueError, match="the weights are being replaced already"):
+            await service.update_weights(tmp_path / "old")
+        before, after, dropped = await asyncio.gather(*map(all_of, (running, late, left)))
+        assert not service.updating
+        return before, after, dropped, await update
+
+    before, after, dropped, (written, paused) = served(own, use)
+    assert (old[: -len(said(before))] + said(before), said(after)) == (old, new)
+    assert after[0].cached_tokens == 0
+    assert [u.finish_reason for u in dropped] == ["abort"]
+    assert (written, paused) == (len(own.model.state_dict()), 1)
+
+
+def test_an_update_may_end_what_runs(own, tmp_path):
+    async def use(service):
+        running = [service.submit([i + 1], params(240)) for i in range(3)]
+        await anext(running[0])
+        await service.update_weights(tmp_path / "new", abort=True)
+        ended = [(await all_of(ticket))[-1].finish_reason for ticket in running]
+        return ended, said(await all_of(service.submit([7], params(12))))
+
+    assert served(own, use) == (["abort"] * 3, tokens_of(tmp_path / "new", [7], 12))
+
+
+def test_a_refused_update_changes_nothing(own, tmp_path):
+    old = tokens_of(tmp_path / "old", [7], 12)
+    torn = tmp_path / "torn"
+    torn.mkdir()
+    tensors = load_file(tmp_path / "new" / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.0.self_attn.q_proj.weight"))
+
+    async def use(service):
+        with pytest.raises(ValueError, match="nowhere: no such directory"):
+            await service.update_weights(tmp_path / "nowhere")
+        save_file({n: t for n, t in tensors.items() if n != name}, torn / "model.safetensors")
+        with pytest.raises(ValueError, match=r"torn: lacks model\.layers\.0\.self_attn\.q_proj\.weight; need all"):
+            await service.update_weights(torn)
+        save_file(tensors | {name: tensors[name][:-1].clone()}, torn / "model.safetensors")
+        with pytest.raises(ValueError, match=r"q_proj\.weight: shape"):
+            await service.update_weights(torn)
+        return said(await all_of(service.submit([7], params(12))))
+
+    assert served(own, use) == old
+
+
+def test_draining_ends_an_update_that_waits(own, tmp_path):
+    async def use(service):
+        running = service.submit([1], params(60))
+        await anext(running)
+        update = asyncio.create_task(service.update_weights(tmp_path / "new"))
+        await asyncio.sleep(0)
+        late = service.submit([1], params(1))
+        drain = asyncio.create_task(service.drain(20.0))
+        with pytest.raises(EngineFailed, match="shutting down"):
+            await update
+        await drain
+        return [(await all_of(ticket))[-1].finish_reason for ticket in (running, late)]
+
+    assert served(own, use) == ["length", "length"]
+
+
 def test_profiles_and_flushes(llm, tmp_path):
     async def use(service):
         with pytest.raises(ValueError, match="no profile is being recorded"):
@@ -216,6 +310,15 @@ def test_facts_need_no_torch_to_be_read(llm):
     modules = {name.partition(".")[0] for name in _globals(pickle.dumps(facts))}
     assert modules == {"anabranch", "pathlib"}
     assert json.loads(json.dumps(facts.document))["dtype"] == "float32"
+
+
+def test_an_adapter_is_a_fact(llm, tmp_path):
+    assert facts_of(llm).document["adapter"] is None
+    pairs = random_pairs(llm.model.config, ["q_proj", "o_proj"], rank=4)
+    adapter = write_adapter(pairs, tmp_path / "adapter")
+    names = Counter(name.rpartition(".")[2] for name in pairs)
+    document = facts_of(LLM(llm.path, max_seqs=1, max_len=64, lora=adapter)).document["adapter"]
+    assert document == {"path": str(adapter), "rank": 4, "scale": 1.5, "projections": names}
 
 
 def _globals(pickled: bytes) -> set[str]:

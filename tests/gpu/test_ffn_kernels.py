@@ -13,8 +13,8 @@ from helpers.banks import PlainBank, mxfp4_bank, plain_bank, random_routing
 
 from anabranch.config.model import ActivationConfig
 from anabranch.ops.attn_residual import reference as residual_reference
-from anabranch.ops.attn_residual.spec import ATTN_RESIDUAL
-from anabranch.ops.attn_residual.triton import residual_read
+from anabranch.ops.attn_residual.spec import RESIDUAL_NORM
+from anabranch.ops.attn_residual.triton import residual_norm
 from anabranch.ops.experts import reference as experts_reference
 from anabranch.ops.experts.spec import EXPERTS
 from anabranch.ops.experts.triton import Tile, routed_experts, weighted_sum
@@ -27,8 +27,8 @@ from anabranch.ops.glu.triton import glu
 from anabranch.ops.linear.spec import LINEAR
 from anabranch.ops.linear.triton import batched_linear, linear
 from anabranch.ops.log_softmax import reference as log_softmax_reference
-from anabranch.ops.log_softmax.spec import LOG_SOFTMAX
-from anabranch.ops.log_softmax.triton import log_softmax
+from anabranch.ops.log_softmax.spec import LOG_SOFTMAX, PICK
+from anabranch.ops.log_softmax.triton import log_softmax, pick
 from anabranch.ops.norm import reference as norm_reference
 from anabranch.ops.norm.spec import GATED_RMS_NORM, RMS_NORM
 from anabranch.ops.norm.triton import add_rms_norm, gated_rms_norm, l2_norm, rms_norm
@@ -79,8 +79,8 @@ def test_gate_is_bitwise_and_replays(dtype):
 
 def residuals(x: torch.Tensor, ops=None) -> torch.Tensor:
     bank, ones = [x * (j + 1) / 7 for j in range(7)] + [x.roll(1, 1)], torch.ones_like(x[0])
-    read = residual_read if ops is None else ops.residual_read
-    return read(x, bank, ones, ones.roll(1)[None] / x.shape[1] ** 0.5, 1e-5)
+    read = residual_norm if ops is None else ops.residual_norm
+    return torch.cat(read(x, x.flip(1), bank, ones, ones.roll(1)[None] / x.shape[1] ** 0.5, ones, 1e-5), -1)
 
 
 ROWWISE = {
@@ -100,12 +100,18 @@ ROWWISE = {
     ),
     "swiglu": (GLU, 2048, lambda x: glu(x, SILU), lambda x: glu_reference.glu(x, SILU)),
     "situ": (GLU, 12288, lambda x: glu(x * 9, SITU), lambda x: glu_reference.glu(x * 9, SITU)),
-    "residual_read": (ATTN_RESIDUAL, 7168, residuals, lambda x: residuals(x, residual_reference)),
+    "residual_norm": (RESIDUAL_NORM, 7168, residuals, lambda x: residuals(x, residual_reference)),
     "log_softmax": (
         LOG_SOFTMAX,
         163_840,
         lambda x: log_softmax(x.float() * 4),
         lambda x: log_softmax_reference.log_softmax(x.float() * 4),
+    ),
+    "pick": (
+        PICK,
+        163_840,
+        lambda x: torch.stack([part.float() for part in pick(x.float() * 4)], -1),
+        lambda x: torch.stack([part.float() for part in log_softmax_reference.pick(x.float() * 4)], -1),
     ),
 }
 

@@ -33,6 +33,12 @@ class ThreadRank:
     def all_gather(self, x: torch.Tensor, group: str) -> torch.Tensor:
         return torch.cat(self._peers(x, group), -1)
 
+    def gather_rows(self, x: torch.Tensor, counts) -> torch.Tensor:
+        return x
+
+    def sum_rows(self, x: torch.Tensor, counts) -> torch.Tensor:
+        return self.all_reduce(x, "tp")
+
 
 def rank_models(full: KimiForCausalLM, layout: Layout, fusion: FusionConfig | None = None) -> list[KimiForCausalLM]:
     """One model for each rank of `layout`, its weights the shards of `full`'s."""

@@ -14,7 +14,7 @@ from anabranch.engine.runner import Runner
 from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
 from anabranch.layers.batch import Batch, KdaState, LatentPages
-from anabranch.ops.log_softmax.reference import log_softmax
+from anabranch.ops.log_softmax.reference import log_softmax, pick
 
 VOCAB, PRIME = 31, 16_777_213  # the largest prime that fp32 counts up to exactly
 POISON = 30  # a token whose logits are not finite
@@ -38,7 +38,7 @@ class ToyModel:
     """Stands where KimiForCausalLM does: one KDA layer (the hash) and one MLA layer (the rows)."""
 
     class ops:  # noqa: N801  (an attribute, not a type)
-        log_softmax = staticmethod(log_softmax)
+        log_softmax, pick = staticmethod(log_softmax), staticmethod(pick)
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
@@ -66,7 +66,9 @@ class ToyModel:
         return logits[batch.wanted]
 
 
-def toy_engine(config: ModelConfig, *, slots: int, pages: int, snapshots: int, chunk: int = 100) -> Engine:
+def toy_engine(
+    config: ModelConfig, *, slots: int, pages: int, snapshots: int, chunk: int = 100, ahead: bool = False
+) -> Engine:
     shape = CacheShape(
         kda_layers=1,
         mla_layers=1,
@@ -85,7 +87,7 @@ def toy_engine(config: ModelConfig, *, slots: int, pages: int, snapshots: int, c
         LatentPages(torch.zeros(pages + 1, PAGE, 1)),
     ]
     runner = Runner(ToyModel(config), cache, VOCAB)  # type: ignore[arg-type]
-    return Engine(runner, (), 4096, chunk, prefix_cache=snapshots > 0)
+    return Engine(runner, (), 4096, chunk, prefix_cache=snapshots > 0, ahead=ahead)
 
 
 def toy_request(number: int, prompt: list[int], count: int) -> Request:
@@ -110,10 +112,11 @@ def check_memory(engine: Engine) -> None:
     assert sorted([*owned, *scheduler.pages._free]) == list(range(cache.pages))
     if scheduler.prefix:
         kept = [n.snapshot for n in nodes if n.snapshot is not None]
+        kept += [saved.slot for r in running for saved in r.saved]
         everything = sorted([*kept, *scheduler.prefix.snapshots._free])
         assert everything == list(range(cache.slots, cache.slots + cache.snapshots))
         assert sum(n.refs for n in nodes) == sum(r.node is not None for r in running)
         for leaf in (n for n in nodes if not n.children):
             assert leaf.refs or leaf.snapshot is not None, "a page that no hit can reach was kept"
     for r in scheduler.waiting:
-        assert (r.slot, r.pages, r.node, r.computed) == (-1, [], None, 0)
+        assert (r.slot, r.pages, r.node, r.computed, r.saved) == (-1, [], None, 0, [])

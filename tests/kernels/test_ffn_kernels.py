@@ -11,11 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from helpers.banks import PlainBank, mxfp4_bank, plain_bank, random_routing
+from helpers.moe import MOE, SILU, SITU, strided
 
-from anabranch.config.model import ActivationConfig, MoeConfig
+from anabranch.config.model import ActivationConfig
 from anabranch.ops.attn_residual import reference as residual_reference
 from anabranch.ops.attn_residual import triton as residual
-from anabranch.ops.attn_residual.spec import ATTN_RESIDUAL
+from anabranch.ops.attn_residual.spec import RESIDUAL_NORM
 from anabranch.ops.experts import reference as experts_reference
 from anabranch.ops.experts import tiles
 from anabranch.ops.experts import triton as experts_kernels
@@ -31,7 +32,7 @@ from anabranch.ops.linear import triton as linear
 from anabranch.ops.linear.spec import BATCHED_LINEAR, LINEAR
 from anabranch.ops.log_softmax import reference as log_softmax_reference
 from anabranch.ops.log_softmax import triton as log_softmax
-from anabranch.ops.log_softmax.spec import LOG_SOFTMAX
+from anabranch.ops.log_softmax.spec import LOG_SOFTMAX, PICK
 from anabranch.ops.mxfp4.reference import dequantize
 from anabranch.ops.mxfp4.triton import mxfp4_tile
 from anabranch.ops.norm import reference as norm_reference
@@ -43,21 +44,6 @@ from anabranch.ops.router.spec import ROUTER
 from anabranch.ops.spec import tolerance
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-SILU = ActivationConfig(name="silu")
-SITU = ActivationConfig(name="situ", beta=4.0, linear_beta=25.0)
-MOE = MoeConfig(
-    experts=20,
-    top_k=3,
-    shared_experts=1,
-    intermediate_size=8,
-    groups=1,
-    top_groups=1,
-    scoring="sigmoid",
-    renormalize=True,
-    scaling=2.446,
-    latent_size=None,
-    latent_norm=False,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -65,20 +51,13 @@ def _seed():
     torch.manual_seed(0)
 
 
-def strided(rows: int, width: int, dtype: torch.dtype, spread: float = 1.0) -> torch.Tensor:
-    """[rows, width] inside wider rows, at an odd place, between values that nobody may read."""
-    wide = torch.full((rows, width + 20), torch.nan, dtype=dtype)
-    wide[:, 7 : 7 + width] = torch.randn(rows, width) * spread
-    return wide[:, 7 : 7 + width]
-
-
 def norm_weight(width: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.linspace(0.5, 1.5, width).to(dtype)
 
 
 def residual_case(ops, x: torch.Tensor) -> torch.Tensor:
-    bank = [x * 0.3, x.flip(1) * 2, x.roll(3, 1)]
-    return ops.residual_read(x, bank, norm_weight(x.shape[1], x.dtype), norm_weight(x.shape[1], x.dtype)[None], 1e-5)
+    bank, w = [x * 0.3, x.flip(1) * 2, x.roll(3, 1)], norm_weight(x.shape[1], x.dtype)
+    return torch.cat(ops.residual_norm(x, x.flip(1), bank, w, w[None], w.flip(0), 1e-5), -1)
 
 
 ROWWISE = {
@@ -98,7 +77,7 @@ ROWWISE = {
         glu_reference,
         lambda m, x: m.glu(x[:, :94], ActivationConfig(name="situ", beta=2.0)),
     ),
-    "residual_read": (ATTN_RESIDUAL, residual, residual_reference, residual_case),
+    "residual_norm": (RESIDUAL_NORM, residual, residual_reference, residual_case),
 }
 
 
@@ -147,6 +126,30 @@ def test_log_softmax_over_several_chunks():
     LOG_SOFTMAX.equality.check(got[0, 5000:], want[0, 5000:])
     LOG_SOFTMAX.equality.check(got[1:], want[1:])
     assert torch.equal(log_softmax.log_softmax(logits[1:2]), got[1:2])
+
+
+def test_pick_over_several_chunks():
+    logits = torch.randn(6, 9001) * 5
+    logits[0, [8500, 4500, 20]] = 40.0  # a tie across chunks: the lowest index
+    logits[1, 9000] = 50.0
+    logits[2, 7] = torch.nan
+    logits[3, 8999] = torch.inf
+    logits[4, 3] = -torch.inf
+    tokens, logprobs = log_softmax.pick(logits)
+    want_tokens, want = log_softmax_reference.pick(logits)
+    assert logprobs.isnan().tolist() == want.isnan().tolist() == [False, False, True, True, True, False]
+    good = [0, 1, 5]
+    assert tokens[good].tolist() == want_tokens[good].tolist()
+    assert tokens[:2].tolist() == [20, 9000]
+    assert ((tokens >= 0) & (tokens < 9001)).all()
+    PICK.equality.check(logprobs[good], want[good])
+    scores = log_softmax.log_softmax(logits[good])
+    assert torch.equal(logprobs[good], scores.gather(1, tokens[good, None])[:, 0])
+    wide = torch.full((2, 9100), 99.0)  # what lies beyond the row is not looked at
+    wide[:, :9001] = logits[[5, 1]]
+    alone = log_softmax.pick(wide[:, :9001])
+    assert torch.equal(alone[0], tokens[[5, 1]])
+    assert torch.equal(alone[1], logprobs[[5, 1]])
 
 
 @DTYPES
@@ -237,18 +240,6 @@ def test_other_ranks_experts_contribute_nothing(dtype, tokens):
     want = experts_reference.routed_experts(x, weights, chosen, bank, SILU)
     assert not got[0].any()
     EXPERTS.equality.check(got.to(dtype), want.to(dtype))
-
-
-@DTYPES
-def test_a_token_sums_its_local_experts_in_ascending_order(dtype):
-    bank = PlainBank(first=3, count=12, w13=torch.empty(0), w2=torch.empty(0))
-    out, (weights, chosen) = torch.randn(6 * 5, 70).to(dtype), random_routing(6, 20, 5)
-    want = torch.zeros(6, 70)
-    for t in range(6):
-        for i in chosen[t].argsort().tolist():
-            if 3 <= chosen[t, i] < 15:
-                want[t] = want[t] + out[5 * t + i].float() * weights[t, i]
-    assert torch.equal(experts_kernels.weighted_sum(out, weights, chosen, bank), want)
 
 
 def test_more_tokens_than_one_tile_of_an_expert():

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from anabranch.config.model import ActivationConfig
 from anabranch.ops.arithmetic import fold_sum, sigmoid, silu, softplus
-from anabranch.ops.attn_residual.deterministic import residual_read
+from anabranch.ops.attn_residual.deterministic import residual_norm
 from anabranch.ops.conv.reference import conv
 from anabranch.ops.glu.reference import glu
 from anabranch.ops.kda_decode.deterministic import kda_decode
@@ -15,7 +15,7 @@ from anabranch.ops.kda_prefill.deterministic import kda_prefill
 from anabranch.ops.kda_prefill.spec import KDA_PREFILL
 from anabranch.ops.linear import deterministic as linear_ops
 from anabranch.ops.linear.spec import LINEAR
-from anabranch.ops.log_softmax.deterministic import log_softmax
+from anabranch.ops.log_softmax.deterministic import log_softmax, pick
 from anabranch.ops.mla import deterministic as mla_ops
 from anabranch.ops.mla import reference as mla_reference
 from anabranch.ops.mla.spec import MLA_PREFILL
@@ -33,8 +33,11 @@ ROWWISE = {
     "glu": lambda x: glu(x[:, :24], ActivationConfig(name="silu")),
     "situ": lambda x: glu(x[:, :24], ActivationConfig(name="situ", beta=4.0, linear_beta=25.0)),
     "log_softmax": log_softmax,
+    "pick": lambda x: torch.stack([part.double() for part in pick(x.float())], -1),
     "linear": lambda x: linear_ops.linear(x, W),
-    "residual_read": lambda x: residual_read(x, [x * 0.3, x.flip(1)], torch.ones(x.shape[1]), x.new_ones(1, 1), 1e-5),
+    "residual_norm": lambda x: torch.cat(
+        residual_norm(x, x.flip(1), [x * 0.3, x], torch.ones(x.shape[1]), x.new_ones(1, 1), x.new_ones(()), 1e-5), -1
+    ),
 }
 torch.manual_seed(0)
 W = torch.randn(9, 29)

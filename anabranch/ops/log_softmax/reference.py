@@ -11,3 +11,12 @@ def log_softmax(logits: torch.Tensor, total: Callable[[torch.Tensor], torch.Tens
     """logits - max - log(sum(exp(logits - max)))."""
     shifted = logits - logits.amax(-1, keepdim=True)
     return shifted - torch.log(total(torch.exp(shifted))).unsqueeze(-1)
+
+
+def pick(
+    logits: torch.Tensor, total: Callable[[torch.Tensor], torch.Tensor] = row_sum
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The most probable token of each row and its log probability, NaN in a row that is not finite."""
+    peak = logits.amax(-1, keepdim=True)
+    logprobs = 0.0 - torch.log(total(torch.exp(logits - peak)))
+    return logits.argmax(-1), logprobs.masked_fill(~logits.isfinite().all(-1), float("nan"))

@@ -1,4 +1,4 @@
-"""Contract of the log softmax. W rows, V vocabulary."""
+"""Contracts of the log softmax and of the greedy choice. W rows, V vocabulary."""
 
 from anabranch.ops.spec import OpSpec, tolerance
 
@@ -8,4 +8,15 @@ LOG_SOFTMAX = OpSpec(
     outputs={"logprobs": "fp32 [W, V]"},
     equality=tolerance(1e-6, 1e-6),
     source="torch.log_softmax",
+)
+
+PICK = OpSpec(
+    name="pick",
+    inputs={"logits": "fp32 [W, V]"},
+    outputs={
+        "tokens": "int64 [W], the largest logit's, the lower index at a tie",
+        "logprobs": "fp32 [W], its log probability; NaN where some logit of the row is not finite",
+    },
+    equality=tolerance(1e-6, 1e-6),
+    source="torch.argmax, torch.log_softmax",
 )

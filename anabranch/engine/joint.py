@@ -1,0 +1,183 @@
+"""One engine over many ranks: the head schedules every attention replica, and all ranks compute each step together."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from anabranch.engine.cache import Cache
+from anabranch.engine.engine import Engine
+from anabranch.engine.fleet import Fleet
+from anabranch.engine.flight import Flight, Result
+from anabranch.engine.orders import Change, Scribe, Segment
+from anabranch.engine.request import Request
+from anabranch.engine.runner import Runner
+
+
+class ReplicaCache:
+    """What a scheduler needs of its replica's cache: numbers, and changes that all its ranks are told of in order.
+
+    Args:
+        like: a rank's cache; all have the same numbers.
+        local: this rank's cache, if it belongs to the replica.
+    """
+
+    def __init__(self, like: Cache, local: Cache | None, scribe: Scribe) -> None:
+        self.slots, self.snapshots, self.pages = like.slots, like.snapshots, like.pages
+        self._local, self._scribe = local, scribe
+        # slots whose values are looked at, and where the answer of all ranks goes
+        self.asked: list[tuple[int, torch.Tensor]] = []
+
+    def clear(self, slot: int, pages: Iterable[int] = ()) -> None:
+        index = list(pages)
+        self._scribe.changes.append(Change("clear", slot, index))
+        if self._local is not None:
+            self._local.clear(slot, index)
+
+    def copy(self, source: int, target: int) -> None:
+        self._scribe.changes.append(Change("copy", source, target))
+        if self._local is not None:
+            self._local.copy(source, target)
+
+    def finite(self, slot: int) -> torch.Tensor:
+        """As of one rank's cache; the answer is there when the step before it has landed."""
+        answer = torch.ones((), dtype=torch.bool) if self._local is None else self._local.finite(slot)
+        self.asked.append((slot, answer))
+        return answer
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step under way: this rank's part, and for each replica its segments, their depths, and what was asked."""
+
+    local: Flight
+    segments: list[list[Segment]]
+    depths: list[list[int]] = field(default_factory=list)
+    asked: list[list[torch.Tensor]] = field(default_factory=list)
+
+
+class JointEngine(Engine):
+    """The engine of a job with several ranks; it is itself the engine of attention replica 0.
+
+    Steps begin on all ranks in the same order. With pipeline stages as many steps are under way as there are stages:
+    running answers are spread over them, and a prompt's next chunk follows at once.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        fleet: Fleet,
+        eos_ids: Iterable[int],
+        max_context: int,
+        prefill_chunk: int,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.fleet, self.depth = fleet, fleet.layout.pp
+        options = (eos_ids, max_context, prefill_chunk, prefix_cache)
+        self._scribes = [Scribe() for _ in range(fleet.layout.dp_attention)]
+        self._caches = [
+            ReplicaCache(runner.cache, None if i else runner.cache, scribe) for i, scribe in enumerate(self._scribes)
+        ]
+        super().__init__(runner, *options, cache=self._caches[0])
+        self._others = [Engine(runner, *options, cache=cache) for cache in self._caches[1:]]
+        for engine in self.replicas:
+            engine.scheduler.depth = self.depth
+        self._steps: deque[_Step] = deque()
+        self._home: dict[Request, Engine] = {}
+
+    @property
+    def replicas(self) -> Sequence[Engine]:
+        return [self, *self._others]
+
+    def add(self, request: Request) -> None:
+        """Queue a request at the replica with the least to do; ValueError as in `check`."""
+        home = min(self.replicas, key=_load)
+        Engine.add(home, request)
+        if home is not self:
+            self._home[request] = home
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._steps) or any(e.scheduler.waiting or e.scheduler.running for e in self.replicas)
+
+    def step(self) -> list[Request]:
+        """Begin steps until enough are under way, and end the oldest; the requests that got a token or ended."""
+        self.fleet.hub.busy(True)
+        try:
+            while len(self._steps) < self.depth and self._begin():
+                pass
+            progressed = self._end(self._steps.popleft()) if self._steps else []
+        except (RuntimeError, OSError, EOFError) as error:
+            raise self.fleet.hub.explain(error) from error
+        self.fleet.hub.busy(False)
+        return progressed
+
+    def abort(self, request: Request) -> None:
+        """Drop a request and free what it holds; a step under way computes it in vain."""
+        Engine.abort(self._home.pop(request, self), request)
+
+    def _begin(self) -> bool:
+        segments = [engine.scheduler.schedule(ahead=bool(self._steps)) for engine in self.replicas]
+        if not any(segments):
+            return False
+        turn = self.runner.turn(segments)
+        for dp_rank, (scribe, part) in enumerate(zip(self._scribes, segments, strict=True)):
+            self.fleet.tell(dp_rank, ("step", scribe.step(part, turn)))
+        step = _Step(self.runner.launch(segments[0], turn=turn), segments)
+        for engine, part in zip(self.replicas, segments, strict=True):
+            step.depths.append([self._launched(engine, request, count) for request, count in part])
+        step.asked = [self._ask(dp_rank) for dp_rank in range(len(segments))]
+        step.local.seal(self.runner.device)
+        self._steps.append(step)
+        return True
+
+    def _launched(self, engine: Engine, request: Request, count: int) -> int:
+        """A request whose prompt goes on may be scheduled again before the result; one that gets a token waits."""
+        engine.scheduler.launched(request, count)
+        if request.computed >= request.prefill_until:
+            engine.scheduler.away.add(request)
+        return request.computed
+
+    def _ask(self, dp_rank: int) -> list[torch.Tensor]:
+        """Have the other ranks look at the slots in question now, before a later step changes them."""
+        cache, scribe = self._caches[dp_rank], self._scribes[dp_rank]
+        asked, cache.asked = cache.asked, []
+        if asked:
+            changes, scribe.changes = scribe.changes, []
+            self.fleet.tell(dp_rank, ("look", changes, [slot for slot, _ in asked]))
+        return [answer for _, answer in asked]
+
+    def _end(self, step: _Step) -> list[Request]:
+        local, progressed = step.local.wait(), []
+        for i in step.local.ready:
+            step.local.segments[i][0].flying -= 1
+        for dp_rank, engine in enumerate(self.replicas):
+            results = self._results(step, dp_rank, local)
+            for (request, _), depth, result in zip(step.segments[dp_rank], step.depths[dp_rank], results, strict=True):
+                if depth >= request.prefill_until:
+                    engine.scheduler.away.discard(request)
+                if request.finish_reason is None and engine._take(request, depth, result):
+                    progressed.append(request)
+                if request.finish_reason is not None:
+                    self._home.pop(request, None)
+        return progressed
+
+    def _results(self, step: _Step, dp_rank: int, local: list[Result]) -> list[Result]:
+        """What the rank that samples for a replica found, once the ranks have said what they were asked."""
+        sampler = self.fleet.layout.sampler(dp_rank)
+        if sampler and step.segments[dp_rank]:
+            local = self.fleet.hub.receive(sampler, "results")
+        if asked := step.asked[dp_rank]:
+            for rank in self.fleet.members(dp_rank):
+                for answer, finite in zip(asked, self.fleet.hub.receive(rank, "finite"), strict=True):
+                    answer &= finite
+        return local if sampler == 0 or step.segments[dp_rank] else []
+
+
+def _load(engine: Engine) -> tuple[bool, int]:
+    """Free slots first, then the fewest tokens to come: those of prompts, and the most that answers may have."""
+    scheduler = engine.scheduler
+    requests = [*scheduler.running, *scheduler.waiting]
+    full = len(requests) >= scheduler.cache.slots
+    return full, sum(r.known - r.computed + r.params.max_tokens - len(r.sampled) for r in requests)
