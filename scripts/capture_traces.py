@@ -2,8 +2,9 @@
 
     python scripts/capture_traces.py OUT --prefix h200_k3
 
-By default a Kimi-K3 of eight layers at the widths of one of eight ranks, with dummy weights: KDA paths `separate` and
-`whole` by graph replay, and `whole` eager. OUT gets NAME.json.gz, which keeps only the fields that
+By default a Kimi-K3 of eight layers at the widths of one of eight ranks, experts and vocabulary included, with dummy
+weights: KDA paths `separate` and `whole` by graph replay, and `whole` eager. Prompts run kernels that need no tuning: a
+recording has none of them. OUT gets NAME.json.gz, which keeps only the fields that
 anabranch/evidence/trace/chrome.py reads, and NAME.expect.json: launches by name, and in the commonest stretch from one
 marker to the next, counted here from the JSON alone. A recording that contradicts itself is refused.
 """
@@ -14,6 +15,7 @@ import json
 import re
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
@@ -29,14 +31,19 @@ ARGUMENTS = ("correlation", "device", "stream", "graph node id", "graph_node_id"
 PATTERNS = ("kda_step", "mla", "skinny|low_rank", "nvjet|gemm|cutlass", "expert", "norm", "Memcpy", "Memset", ".")
 MARKER, STEP = "kda_step", "^decode step$"
 MOST_BYTES = 150_000
+RANKS = 8  # whose share of heads, widths and vocabulary the cut model has
+# fla-core would tune itself for over a minute, cuDNN plans for seconds
+OPS = {"kda_prefill": "chunked", "mla_prefill": "sdpa"}
+PROMPT = 16
 # name, KDA path, eager
 TRACES = (("decode_separate", "separate", False), ("decode_whole", "whole", False), ("eager_whole", "whole", True))
 Row = dict[str, Any]
 
 
-def cut_config(raw: Row, layers: int = 8, heads: int = 12, experts: int = 32) -> Row:
-    """Kimi-K3's config.json with fewer layers and experts, and the heads of one of eight ranks."""
+def cut_config(raw: Row, layers: int = 8, experts: int = 32) -> Row:
+    """Kimi-K3's config.json with fewer layers and experts, and what one of eight ranks has of each of them."""
     text = dict(raw["text_config"])
+    heads = text["num_attention_heads"] // RANKS
     mla = [n for n in range(1, layers + 1) if n % 4 == 0]
     kda = [n for n in range(1, layers + 1) if n % 4]
     text["linear_attn_config"] = text["linear_attn_config"] | {
@@ -45,11 +52,13 @@ def cut_config(raw: Row, layers: int = 8, heads: int = 12, experts: int = 32) ->
         "num_heads": heads,
     }
     text |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads}
-    text |= {"num_experts": experts, "attn_res_block_size": 4}
+    text |= {"num_experts": experts, "attn_res_block_size": 4, "eos_token_id": 1, "bos_token_id": 0}
+    for name in ("intermediate_size", "moe_intermediate_size", "vocab_size"):
+        text[name] //= RANKS
     return raw | {"text_config": text}
 
 
-def record(llm: Any, steps: int, prompt: int = 32, before: int = 4) -> Row:
+def record(llm: Any, steps: int, prompt: int = PROMPT, before: int = 4) -> Row:
     """torch.profiler's document of `steps` decode steps of one request, each in a range of its own."""
     import torch
 
@@ -173,23 +182,47 @@ def save(document: Row, says: Row, out: Path, name: str) -> int:
 
 
 def capture(model: Path, out: Path, prefix: str, steps: int) -> None:
-    """All of TRACES."""
-    import torch
-
-    from anabranch import LLM, FusionConfig
+    """All of TRACES; prints how long each part took."""
+    from anabranch import FusionConfig
 
     for name, path, eager in TRACES:
-        fusion = FusionConfig(kda=path)
-        llm = LLM(model, load_format="dummy", max_seqs=1, max_len=256, prefix_cache=False, eager=eager, fusion=fusion)
-        document = trimmed(record(llm, steps))
+        start = time.monotonic()
+        llm = engine(model, FusionConfig(kda=path), eager)
+        built = time.monotonic()
+        recorded = record(llm, steps)
+        ended = time.monotonic()
+        document = trimmed(recorded)
         says = expected(document)
         check(document, says, llm.model.config.layer_count("kda"), steps)
         size = save(document, says, out, f"{prefix}_{name}")
-        print(f"{prefix}_{name}: {size} bytes, {json.dumps(says)}")
+        done = time.monotonic()
+        spent = f"built in {built - start:.1f} s, recorded in {ended - built:.1f}, written in {done - ended:.1f}"
+        print(f"{prefix}_{name}: {size} bytes, {spent}\n  {json.dumps(says)}", flush=True)
         for kernel, number in Counter(r["name"] for r in document["traceEvents"] if r["cat"] in GPU).most_common():
             print(f"  {number:5} {kernel[:120]}")
         del llm
-        torch.cuda.empty_cache()
+
+
+def engine(model: Path, fusion: Any, eager: bool) -> Any:
+    """An LLM whose warm-up compiles little but what a recording holds: a short prompt, one request, one graph."""
+    import torch
+
+    from anabranch import LLM
+
+    torch.cuda.empty_cache()
+    return LLM(model, load_format="dummy", max_seqs=1, max_len=128, prefill_chunk=PROMPT, prefix_cache=False, ops=OPS,
+               eager=eager, fusion=fusion)  # fmt: skip
+
+
+def build_kernels() -> None:
+    """The CUDA C++ ones, before any clock runs; minutes of nvcc unless they were built before."""
+    from anabranch.ops import native
+
+    for folder in ("skinny_gemm", "kda_step"):
+        start, verdict = time.monotonic(), native.verdict(folder)
+        if verdict.ok:
+            native.load(folder)
+        print(f"{folder}: {verdict.reason}, {time.monotonic() - start:.1f} s", flush=True)
 
 
 def main() -> int:
@@ -204,11 +237,14 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("needs a CUDA GPU, this machine has none", file=sys.stderr)
         return 2
+    start = time.monotonic()
+    build_kernels()
     with tempfile.TemporaryDirectory() as place:
         model = options.model or Path(place, "config.json")
         if options.model is None:
             model.write_text(json.dumps(cut_config(json.loads(CONFIG.read_text()))))
         capture(model, options.out, options.prefix, options.steps)
+    print(f"all in {time.monotonic() - start:.1f} s")
     return 0
 
 

@@ -97,16 +97,18 @@ def gate(
 def fp8_linear(
     shapes: Annotated[str, typer.Option(help="Names of shapes.")] = "k3 kda tp8,kl kda tp1",
     rows: Annotated[str, typer.Option(help="Numbers of tokens M.")] = "1,8,32,128,512",
+    tiles: Annotated[str, typer.Option(help="Tiles of the Triton kernel, like T16R64K128W4S5P, as arms.")] = "",
     device: Device = "cuda",
     append: Append = None,
 ) -> None:
     """Products with a block-FP8 weight against the same weight in bf16."""
     names, tokens = [name.strip() for name in shapes.split(",")], numbers("rows", rows)
+    wanted = [tile.strip() for tile in tiles.split(",") if tile.strip()]
 
     def run(on: "torch.device") -> "Iterator[ArmTimes]":
         from anabranch.measure.fp8_linear import bench_fp8_linear
 
-        return bench_fp8_linear(on, names, tokens)
+        return bench_fp8_linear(on, names, tokens, wanted)
 
     _report("fp8-linear", device, append, run)
 

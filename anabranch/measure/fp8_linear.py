@@ -1,10 +1,12 @@
 """Products with a block-FP8 weight against the same weight in bf16, weights cold.
 
 `bf16` is the product that a model of plain weights would run for these shapes. The gate holds every FP8 arm to the
-weight dequantised in fp32; the bf16 arm multiplies that weight rounded to bf16.
+weight dequantised in fp32; the bf16 arm multiplies that weight rounded to bf16. FP8 arms are the implementations that
+may run here, `expanded` also at every M (`library`), and the tiles of the Triton kernel that are asked for.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ from anabranch.measure.timing import READ_BYTES_PER_S
 from anabranch.ops.fp8_linear.reference import CODES, blocks, dequantize
 from anabranch.ops.fp8_linear.reference import fp8_linear as reference
 from anabranch.ops.fp8_linear.spec import FP8_LINEAR, floor
+from anabranch.ops.fp8_linear.tile import Tile, parse
 from anabranch.ops.linear.spec import floor as plain_floor
 from anabranch.ops.registry import IMPLEMENTATIONS
 
@@ -35,26 +38,32 @@ class Weight(NamedTuple):
     plain: torch.Tensor
 
 
-def bench_fp8_linear(device: torch.device, shapes: Sequence[str], rows: Sequence[int]) -> Iterator[ArmTimes]:
-    """Every named shape at every M.
+def bench_fp8_linear(
+    device: torch.device, shapes: Sequence[str], rows: Sequence[int], tiles: Sequence[str] = ()
+) -> Iterator[ArmTimes]:
+    """Every named shape at every M; `tiles` as ops/fp8_linear/tile.py names them, each timed where its T is near M.
 
     Raises:
         GateRedError: an FP8 product is outside its class.
-        ValueError: a shape without that name.
+        ValueError: a shape without that name, or a tile that is none.
     """
+    chosen = [parse(tile) for tile in tiles]
     for name in shapes:
         if name not in SHAPES:
             raise ValueError(f"shapes={name!r}: accepted are {', '.join(SHAPES)}")
     for name in shapes:
-        yield from bench_shape(device, name, *SHAPES[name], rows)
+        yield from bench_shape(device, name, *SHAPES[name], rows, chosen)
 
 
-def bench_shape(device: torch.device, name: str, n: int, k: int, rows: Sequence[int]) -> Iterator[ArmTimes]:
+def bench_shape(
+    device: torch.device, name: str, n: int, k: int, rows: Sequence[int], tiles: Sequence[Tile] = ()
+) -> Iterator[ArmTimes]:
     """One shape, [n, k], at every M."""
     weights = [weight(device, n, k) for _ in range(sets_for(n * k))]
-    coded, plain = _fp8(device), _plain(device)
+    plain = _plain(device)
     for m in rows:
         x = torch.randn(m, k, device=device).bfloat16()
+        coded = {**_fp8(device), **_tiled(tiles, m)}
         _check(x, weights[0], coded, f"fp8_linear {name} at M={m}")
         arms: dict[str, Callable[[Weight], torch.Tensor]] = {"bf16": lambda w, x=x: plain(x, w.plain)}
         arms |= {f"fp8 {arm}": lambda w, x=x, run=run: run(x, w.codes, w.scale) for arm, run in coded.items()}
@@ -75,7 +84,23 @@ def weight(device: torch.device, n: int, k: int) -> Weight:
 def _fp8(device: torch.device) -> Mapping[str, Callable[..., torch.Tensor]]:
     """The kernels that may run here; the PyTorch forms dequantise the whole weight and are no arms."""
     found = [i for i in IMPLEMENTATIONS["fp8_linear"] if i.device and i.verdict(None, device, False).ok]
-    return {i.name: import_module(f"anabranch.ops.fp8_linear.{i.name}").fp8_linear for i in found}
+    arms = {i.name: import_module(f"anabranch.ops.fp8_linear.{i.name}").fp8_linear for i in found}
+    if "expanded" in arms:
+        arms["library"] = import_module("anabranch.ops.fp8_linear.expanded").by_library
+    return arms
+
+
+def _tiled(tiles: Sequence[Tile], m: int) -> Mapping[str, Callable[..., torch.Tensor]]:
+    """The Triton kernel in these tiles, but those made for more than four times as many tokens, or as few."""
+    near = {tile.name: tile for tile in tiles if _near(tile.T, m)}
+    if not near:
+        return {}
+    run = import_module("anabranch.ops.fp8_linear.triton").fp8_linear
+    return {name: partial(run, tile=tile) for name, tile in near.items()}
+
+
+def _near(tokens: int, m: int) -> bool:
+    return min(m, 512) <= 4 * tokens and tokens <= max(16, 4 * m)
 
 
 def _plain(device: torch.device) -> Callable[..., torch.Tensor]:

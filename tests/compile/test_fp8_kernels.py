@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from anabranch.ops.fp8_linear.expanded import by_library
 from anabranch.ops.fp8_linear.reference import CODES, blocks
 from anabranch.ops.fp8_linear.triton import fp8_linear
 
@@ -17,15 +18,26 @@ def launch(tokens: int, rows: int, columns: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 17, 64, 512])
+@pytest.mark.parametrize("tokens", [1, 17, 64, 128, 512])
 def test_half_precision_activations(compiled, tokens, dtype):
     for rows, columns in SHAPES:
         launch(tokens, rows, columns, dtype)
-    for used in compiled.check():
+    products = [used for used in compiled.check() if used.name == "_fp8_linear"]
+    assert len(products) == len(SHAPES)
+    for used in products:
         assert "wgmma.mma_async.sync.aligned.m64" in used.ptx
         assert "\tmma.sync" not in used.ptx
+        assert "cvt.rn.bf16.f16" not in used.ptx, "F2F, one for each value"
 
 
 def test_fp32_activations(compiled):
     launch(4, 6144, 7168, torch.float32)
     compiled.check()
+
+
+def test_expanding(compiled):
+    x = torch.empty(512, 7168, dtype=torch.bfloat16, device="meta")
+    codes = torch.empty(6144, 7168, dtype=CODES, device="meta")
+    assert by_library(x, codes, torch.empty(48, 56, device="meta")).shape == (512, 6144)
+    [used] = compiled.check()
+    assert used.name == "_expand"

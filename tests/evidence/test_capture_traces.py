@@ -115,4 +115,5 @@ def test_the_cut_model_has_two_periods_and_the_widths_of_a_rank():
     config = parse_model_config(capture_traces.cut_config(json.loads(capture_traces.CONFIG.read_text())))
     assert config.layer_kinds == ("kda", "kda", "kda", "mla") * 2
     assert (config.kda.heads, config.kda.head_dim, config.hidden_size) == (12, 128, 7168)
-    assert config.moe.experts == 32
+    assert (config.moe.experts, config.moe.intermediate_size, config.vocab_size) == (32, 384, 20480)
+    assert max(config.eos_ids) < config.vocab_size

@@ -14,7 +14,10 @@ CASES = {
     "pack": (("--cases", "12x300"), {"pack", "four copies"}),
     "conv": (("--cases", "12x300x3"), {"rounded", "normed", "grouped", "chain", "chain + pack, no norm"}),
     "gate": (("--cases", "12x1,12x7"), {"triton", "torch pair"}),
-    "fp8-linear": (("--shapes", "kl kda tp1", "--rows", "1,130"), {"bf16", "fp8 triton"}),
+    "fp8-linear": (
+        ("--shapes", "kl kda tp1", "--rows", "1,130", "--tiles", "T16R64K128W4S4P"),
+        {"bf16", "fp8 triton", "fp8 expanded", "fp8 library", "fp8 T16R64K128W4S4P"},
+    ),
 }
 
 

@@ -8,10 +8,11 @@ from anabranch import LLM, FusionConfig, SamplingParams
 from anabranch.config.hf import parse_model_config
 from anabranch.fusion import counters
 from anabranch.models.tiny import init_checkpoint, tiny_config
-from anabranch.ops.fp8_linear import reference
+from anabranch.ops.fp8_linear import expanded, reference
 from anabranch.ops.fp8_linear.reference import quantize
 from anabranch.ops.fp8_linear.spec import FP8_LINEAR
-from anabranch.ops.fp8_linear.triton import fp8_linear
+from anabranch.ops.fp8_linear.tile import parse
+from anabranch.ops.fp8_linear.triton import expand, fp8_linear
 from anabranch.ops.spec import BITWISE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -65,21 +66,76 @@ def test_bits_do_not_know_the_batch_or_the_merge(dtype):
         BITWISE.check(part, whole[:17, 1536 * i : 1536 * (i + 1)].contiguous(), f"projection {i}")
 
 
-def test_graph_replay_reads_new_codes_scales_and_inputs():
+TILES = (
+    *("T16R64K128W4S5P", "T16R64K64W4S8P", "T16R128K128W8S4P", "T32R64K128W4S4P", "T64R64K128W4S3P"),
+    *("T64R128K128W8S4P", "T128R128K64W8S4P", "T128R128K64W8S4", "T64R128K128W8S4", "T64R64K128W4S4"),
+)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(6144, 7168), (12288, 2304), (301, 200)])
+def test_no_tile_changes_a_bit(rows, columns):
+    codes, scale = weight(rows, columns)
+    for tokens in (1, 40, 130):
+        x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+        want = fp8_linear(x, codes, scale)
+        for name in TILES:
+            BITWISE.check(fp8_linear(x, codes, scale, parse(name)), want, f"{tokens} tokens, {name}")
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(6144, 7168), (301, 200)])
+def test_many_tokens_over_the_expanded_weight(rows, columns):
+    codes, scale = weight(rows, columns)
+    BITWISE.check(expand(codes, scale), reference.dequantize(codes, scale).bfloat16())
+    for tokens in (1, expanded.FROM - 1, expanded.FROM, 700):
+        x = torch.randn(tokens, columns + 24, device="cuda", dtype=torch.bfloat16)[:, 8 : 8 + columns]
+        got = expanded.fp8_linear(x, codes, scale)
+        want = (x.double() @ reference.dequantize(codes, scale).double().T).bfloat16()
+        FP8_LINEAR.equality.check(got, want, f"{tokens} tokens")
+        if tokens < expanded.FROM:
+            BITWISE.check(got, fp8_linear(x, codes, scale))
+
+
+@pytest.mark.parametrize("tokens", [8, 300])
+@pytest.mark.parametrize("run", [fp8_linear, expanded.fp8_linear], ids=["triton", "expanded"])
+def test_graph_replay_reads_new_codes_scales_and_inputs(run, tokens):
     codes, scale = weight(3648, 7168)
-    x = torch.randn(8, 7168, device="cuda", dtype=torch.bfloat16)
-    fp8_linear(x, codes, scale)
+    x = torch.randn(tokens, 7168, device="cuda", dtype=torch.bfloat16)
+    run(x, codes, scale)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = fp8_linear(x, codes, scale)
+        y = run(x, codes, scale)
     for _ in range(3):
         new_codes, new_scale = weight(3648, 7168)
         codes.copy_(new_codes)
         scale.copy_(new_scale * torch.rand((), device="cuda"))
         x.copy_(torch.randn_like(x))
         graph.replay()
-        BITWISE.check(y, fp8_linear(x, codes, scale))
+        BITWISE.check(y, run(x, codes, scale))
+
+
+def test_back_to_back_launches_in_a_graph_wait_for_each_other():
+    """Sixteen products, each of the last one's output, launched early: the bits of one at a time."""
+    codes, scale = weight(2048, 2048)
+    x = torch.randn(8, 2048, device="cuda", dtype=torch.bfloat16)
+
+    def chain(wait: bool) -> torch.Tensor:
+        y = x
+        for _ in range(16):
+            y = fp8_linear(y, codes, scale)
+            if wait:
+                torch.cuda.synchronize()
+        return y
+
+    want = chain(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(False)
+    for _ in range(50):
+        y.fill_(float("nan"))
+        graph.replay()
+        BITWISE.check(y, want)
+        BITWISE.check(chain(False), want)
 
 
 def answers(of: LLM) -> list:

@@ -15,6 +15,7 @@ from anabranch.measure import arms, conv, fp8_linear, kda_chain, kda_decode, kda
 from anabranch.measure.gate import GateRedError
 from anabranch.measure.timing import COPY_BYTES_PER_S, READ_BYTES_PER_S
 from anabranch.ops.fp8_linear import triton as fp8_triton
+from anabranch.ops.fp8_linear.tile import parse
 from anabranch.ops.kda_step.reference import kda_step as reference_step
 from anabranch.ops.linear.reference import linear
 from anabranch.ops.skinny_gemm.reference import gemm_low_rank
@@ -89,6 +90,10 @@ def test_fp8_linear_has_the_floor_of_each_format(interpreted_fp8):
         values = m * (200 + 256) * 2
         assert plain["floor_us"] == pytest.approx((200 * 256 * 2 + values) / READ_BYTES_PER_S * 1e6, abs=5e-4)
         assert coded["floor_us"] == pytest.approx((200 * 256 + 4 * 4 + values) / READ_BYTES_PER_S * 1e6, abs=5e-4)
+    [result] = fp8_linear.bench_shape(CPU, "odd", 64, 128, [17], [parse(f"T{t}R64K64W4S2P") for t in (16, 64, 128)])
+    checked(result, ["bf16", "fp8 triton", "fp8 T16R64K64W4S2P", "fp8 T64R64K64W4S2P"])
+    with pytest.raises(ValueError, match="tile 'T16': accepted is a form like"):
+        next(fp8_linear.bench_fp8_linear(CPU, ["k3 kda tp8"], [1], ["T16"]))
     with pytest.raises(ValueError, match="shapes='k4': accepted are k3 kda tp8"):
         next(fp8_linear.bench_fp8_linear(CPU, ["k3 kda tp8", "k4"], [1]))
 

@@ -1,11 +1,14 @@
 """Block-FP8: the codec at odd shapes, the references against plain arithmetic, and bits that do not know the batch."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from anabranch.ops.fp8_linear import deterministic, reference
 from anabranch.ops.fp8_linear.reference import BLOCK, CODES, blocks, dequantize, quantize
 from anabranch.ops.fp8_linear.spec import FP8_LINEAR, floor
+from anabranch.ops.fp8_linear.tile import Tile, choose, parse
 
 SHAPES = [(1, 1), (128, 128), (300, 200), (40, 64), (129, 384)]
 
@@ -87,3 +90,20 @@ def test_the_floor_counts_one_byte_a_weight():
     plain = 2 * (6144 * 7168 + 8 * (7168 + 6144))
     assert floor(8, 6144, 7168).bytes == plain - 6144 * 7168 + 4 * 48 * 56
     assert floor(8, 6144, 7168).flops == 2 * 8 * 6144 * 7168
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_tiles_have_names_and_hold_the_tokens_they_are_chosen_for(dtype):
+    for tokens, rows in product((1, 16, 17, 32, 33, 64, 65, 128, 129, 5000), (1, 3648, 6144, 12288, 49152)):
+        tile = choose(tokens, rows, dtype)
+        assert parse(tile.name) == tile
+        assert BLOCK % tile.R == BLOCK % tile.K == 0, "a tile lies in one scale block"
+    assert parse("T16R64K128W4S5P") == Tile(T=16, R=64, K=128, warps=4, stages=5, split=True)
+    assert not parse("T128R128K64W8S4").split
+
+
+@pytest.mark.parametrize("name", ["", "T16", "T16R64K128W4S5Q", "T8R64K128W4S5", "T48R64K128W4S5", "T16R32K64W4S5",
+                                  "T16R64K16W4S5", "T16R64K64W2S5", "T16R64K64W4S9"])  # fmt: skip
+def test_a_tile_that_is_none_is_refused_by_name(name):
+    with pytest.raises(ValueError, match=f"tile '?{name}'?: accepted"):
+        parse(name)

@@ -13,7 +13,8 @@ FP8_LINEAR = OpSpec(
     constraints=(
         "weight-only: activations are not quantised (W8A16)",
         "row 0 of codes starts a scale block",
-        "w is never rounded to the dtype of x: dequantised in fp32, or the scale multiplies a block's exact sum",
+        "w is not rounded to the dtype of x: dequantised in fp32, or the scale multiplies the sum over a block",
+        "but an implementation that is not batch-invariant may round it once, to nearest, where x is bf16",
         "accumulated in fp32, rounded once",
     ),
     equality=tolerance(3e-6, 8e-3),
