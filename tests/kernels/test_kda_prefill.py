@@ -109,6 +109,39 @@ def test_states_are_saved_at_the_chunk_ends_that_are_asked_for():
     assert torch.equal(chunk["state"][4], given["state"][7])
 
 
+@pytest.mark.parametrize(
+    ("heads", "lengths", "most"),
+    [
+        (12, [16384], [12]),
+        (32, [16384], [32]),
+        (96, [16384], [96]),  # 1.6 GB
+        (96, [32768], [48, 48]),  # 66 heads would be more than 2 GiB, but fewer would not fill the device
+        (96, [1024] * 64, [24, 24, 24, 24]),
+        (32, [16383, 1], [32]),
+        (32, [1] * 100, [32]),  # small whatever its shape
+        (32, [65] * 252, [16, 16]),  # half empty chunks: no more than the tokens of a full batch take
+    ],
+)
+def test_heads_take_turns_where_scratch_memory_would_grow(heads, lengths, most):
+    parts = chunked.turns(heads, 128, Segments.of(lengths))
+    assert [p.stop - p.start for p in parts] == most
+    assert [p.start for p in parts] == [0, *(p.stop for p in parts[:-1])]
+    assert parts[-1].stop == heads
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_heads_in_turns_give_the_same_bits(dim, monkeypatch):
+    given = prompt_inputs([70, 3], 3, dim=dim, slots=9)
+    given["saves"] = torch.tensor([7, -1, 8])
+    turns, want = fresh(given), fresh(given)
+    o = chunked.kda_prompt(**want)
+    monkeypatch.setattr(chunked, "SCRATCH", 1)
+    monkeypatch.setattr(chunked, "SM_PAIRS", 1)
+    assert len(chunked.turns(3, dim, given["segments"])) == 3
+    assert torch.equal(chunked.kda_prompt(**turns), o)
+    assert torch.equal(turns["state"], want["state"])
+
+
 def test_the_plain_contract_takes_gates_and_strengths_as_they_are():
     given = prompt_inputs([70, 3], 2, dim=64)
     q, k = (torch.nn.functional.normalize(given[name].float(), dim=-1) for name in "qk")

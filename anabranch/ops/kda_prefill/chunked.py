@@ -5,7 +5,7 @@ tiles  bf16  Kd = k exp(G), Qd = q exp(G) / sqrt(D), Kg = k exp(G_last - G): [64
 scales fp32  dec = exp(G_last) [D], beta [64]
 with G, A and R as in reference.py, but beta multiplied onto X = V - Kd S^T, which keeps the diagonal of T exactly 1.
 A token's bits depend on its segment from its first token on and on nothing else in the batch. Where a segment is cut at
-a multiple of 64 tokens and the state is fp32, the bits are those of the whole.
+a multiple of 64 tokens and the state is fp32, the bits are those of the whole. H is the number of heads of a turn.
 """
 
 # pyright: reportCallIssue=false
@@ -33,7 +33,15 @@ class Config:
     stages: int = 2
 
 
-CONFIG = Config()
+HALVES, WHOLE = Config(), Config(rows=128, chain_warps=8)
+SM_PAIRS = 66  # of an H200: more chains than this fill it with whole heads
+# bytes beyond which heads are worked on in turn, as long as each turn still fills the device; and bytes never minded
+SCRATCH, SPARE = 2 << 30, 256 << 20
+
+
+def choose(chains: int) -> Config:
+    """The fastest launch measured on an H200 for segments x heads; every one gives the same bits."""
+    return WHOLE if chains > SM_PAIRS else HALVES
 
 
 def kda_prefill(
@@ -47,7 +55,11 @@ def kda_prefill(
     state: torch.Tensor,
 ) -> torch.Tensor:
     """See spec.py; D is 128. q and k are rounded to bf16 here, as every product takes bf16 operands."""
-    return Prefill(v, segments, slots, state).run(q, k, g, beta)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    for part in turns(v.shape[1], v.shape[2], segments):
+        call = Prefill(v[:, part], o[:, part], segments, slots, state[:, part])
+        call.run(q[:, part], k[:, part], g[:, part], beta[:, part])
+    return o
 
 
 def kda_prompt(
@@ -65,29 +77,81 @@ def kda_prompt(
     state: torch.Tensor,
 ) -> torch.Tensor:
     """See KDA_PROMPT in spec.py; D is 128."""
+    rows, weights = (q, k, v, forget, beta_logits), (dt_bias, a_log, lower_bound)
+    return prompt(Prefill, *rows, *weights, saves, segments, slots, state)
+
+
+def prompt(
+    kernels: type["Prefill"],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    forget: torch.Tensor,
+    beta_logits: torch.Tensor,
+    dt_bias: torch.Tensor,
+    a_log: torch.Tensor,
+    lower_bound: float | None,
+    saves: torch.Tensor | None,
+    segments: Segments,
+    slots: torch.Tensor,
+    state: torch.Tensor,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """`kda_prompt` by the launches of `kernels`."""
     gate = (SOFTPLUS, 0.0) if lower_bound is None else (BOUNDED, lower_bound)
-    return Prefill(v, segments, slots, state, saves).run(q, k, forget, beta_logits, dt_bias, a_log, *gate)
+    dt_bias, o = dt_bias.view(v.shape[1:]), torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    for part in turns(v.shape[1], v.shape[2], segments):
+        call = kernels(v[:, part], o[:, part], segments, slots, state[:, part], saves, config)
+        rows = (t[:, part] for t in (q, k, forget, beta_logits))
+        call.run(*rows, dt_bias[part], a_log[part], *gate)
+    return o
+
+
+def turns(heads: int, dim: int, segments: Segments) -> list[slice]:
+    """Heads worked on together, a turn after the other, so that scratch memory stays within SCRATCH.
+
+    Short segments fill their chunks badly; they get little more than one segment of as many tokens, which is what the
+    engine measures when it starts.
+    """
+    place, chunks = sum(_place_bytes(dim)), max(1, chunks_of(segments))
+    even = heads * -(-sum(segments.lengths) // CHUNK) * place
+    limit = min(SCRATCH, max(SPARE, even * 9 // 8))
+    most = max(limit // (chunks * place), -(-SM_PAIRS // max(1, len(segments))))
+    count = -(-heads // most)
+    return [slice(heads * i // count, heads * (i + 1) // count) for i in range(count)]
+
+
+def chunks_of(segments: Segments) -> int:
+    """Chunks of all segments."""
+    return sum(-(-length // CHUNK) for length in segments.lengths)
+
+
+def _place_bytes(dim: int) -> tuple[int, int]:
+    """Bytes of the tiles and of the scales of a chunk and head."""
+    return 2 * (3 * CHUNK * dim + 2 * CHUNK * CHUNK), 4 * (dim + CHUNK)
 
 
 class Prefill:
-    """One prefill: its scratch memory and its two launches."""
+    """One prefill: its scratch memory and its two launches. It has no turns."""
 
     def __init__(
         self,
         v: torch.Tensor,
+        o: torch.Tensor,
         segments: Segments,
         slots: torch.Tensor,
         state: torch.Tensor,
         saves: torch.Tensor | None = None,
-        config: Config = CONFIG,
+        config: Config | None = None,
     ) -> None:
-        self.v, self.segments, self.slots, self.state = aligned_rows(v), segments, slots, state
-        self.saves, self.config = saves, config
+        self.v, self.o, self.segments, self.slots, self.state = aligned_rows(v), o, segments, slots, state
         _, self.heads, self.dim = v.shape
-        self.chunks = sum(-(-length // CHUNK) for length in segments.lengths)
-        places, tile = self.chunks * self.heads, 3 * CHUNK * self.dim + 2 * CHUNK * CHUNK
-        self.tiles = torch.empty(places, tile, dtype=torch.bfloat16, device=v.device)
-        self.scales = torch.empty(places, self.dim + CHUNK, dtype=torch.float32, device=v.device)
+        self.saves, self.config = saves, config or choose(len(segments) * self.heads)
+        self.chunks = chunks_of(segments)
+        tile, scale = _place_bytes(self.dim)
+        places = (self.chunks, self.heads)
+        self.tiles = torch.empty(*places, tile // 2, dtype=torch.bfloat16, device=v.device)
+        self.scales = torch.empty(*places, scale // 4, dtype=torch.float32, device=v.device)
 
     def run(
         self,
@@ -99,10 +163,10 @@ class Prefill:
         a_log: torch.Tensor | None = None,
         gate: int = GIVEN,
         bound: float = 0.0,
-    ) -> torch.Tensor:
-        """Both launches: o. With a given gate, f is the log decay, b is beta, and q and k have unit length."""
+    ) -> None:
+        """Both launches. With a given gate, f is the log decay, b is beta, and q and k have unit length."""
         self.prepare(q, k, f, b, f if dt_bias is None else dt_bias, f if a_log is None else a_log, gate, bound)
-        return self.chain()
+        self.chain()
 
     def prepare(
         self,
@@ -122,28 +186,25 @@ class Prefill:
             prepare[(self.heads, self.chunks)](
                 *(q, k, f, b, dt_bias, a_log, _sums(q.device), self.segments.offsets, self.tiles, self.scales),
                 *(len(self.segments), q.stride(0), k.stride(0), f.stride(0), b.stride(0), bound),
-                H=self.heads,
                 D=self.dim,
                 GATE=gate,
                 NORM=gate != GIVEN,
                 num_warps=self.config.prepare_warps,
             )
 
-    def chain(self) -> torch.Tensor:
-        """Walk the prepared chunks: o."""
-        o = torch.empty(self.v.shape, dtype=self.v.dtype, device=self.v.device)
-        saves = self.slots if self.saves is None else self.saves
-        chain[(self.dim // self.config.rows, self.heads, len(self.segments))](
-            *(self.tiles, self.scales, self.v, o, self.segments.offsets, self.slots, saves, self.state),
-            *(len(self.segments), self.v.stride(0), self.slots.stride(0), saves.stride(0), self.state.stride(0)),
-            H=self.heads,
+    def chain(self) -> None:
+        """Walk the prepared chunks: o and states."""
+        saves, rows = self.slots if self.saves is None else self.saves, min(self.config.rows, self.dim)
+        chain[(self.dim // rows, self.heads, len(self.segments))](
+            *(self.tiles, self.scales, self.v, self.o, self.segments.offsets, self.slots, saves, self.state),
+            *(len(self.segments), self.v.stride(0), self.o.stride(0)),
+            *(self.slots.stride(0), saves.stride(0), self.state.stride(0)),
             D=self.dim,
-            ROWS=self.config.rows,
+            ROWS=rows,
             SAVE=self.saves is not None,
             STAGES=self.config.stages,
             num_warps=self.config.chain_warps,
         )
-        return o
 
 
 @cache

@@ -27,16 +27,16 @@ def chain(
     state,
     count,
     v_stride,
+    o_stride,
     slot_stride,
     save_stride,
     state_pitch,
-    H: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     SAVE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    h, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    h, H, b = tl.program_id(1), tl.num_programs(1), tl.program_id(2).to(tl.int64)
     value, key, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, D), tl.arange(0, CHUNK)
     first, end = tl.load(offsets + b), tl.load(offsets + b + 1)
     slot = tl.load(slots + b * slot_stride).to(tl.int64)
@@ -45,7 +45,7 @@ def chain(
         for n in range(0, steps):
             t = first + n * CHUNK + i
             nothing = tl.zeros([ROWS, CHUNK], out.dtype.element_ty)
-            tl.store(out + (t * (H * D))[None, :] + (h * D + value)[:, None], nothing, (t < end)[None, :])
+            tl.store(out + (t * o_stride)[None, :] + (h * D + value)[:, None], nothing, (t < end)[None, :])
         return
     in_slot = h * (D * D) + value[:, None] * D + key[None, :]
     S = tl.load(state + slot * state_pitch + in_slot).to(tl.float32)
@@ -70,7 +70,7 @@ def chain(
         U = tl.dot(X.to(tl.bfloat16), T).to(tl.bfloat16)
         S = tl.dot(U, Kg, S * dec[None, :])
         o = tl.dot(U, R, o)
-        tl.store(out + (t * (H * D))[None, :] + column, o.to(out.dtype.element_ty), live)
+        tl.store(out + (t * o_stride)[None, :] + column, o.to(out.dtype.element_ty), live)
         if SAVE:
             kept = tl.load(saves + (before + n) * save_stride)
             if kept >= 0:

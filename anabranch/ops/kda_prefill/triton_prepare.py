@@ -133,7 +133,7 @@ def _level(T, R, q0, q1, k0, k1, x0, x1, sums, row, column, i, level):
 # what varies with the batch is not specialised on: a chunk's bits are its own
 @triton.jit(
     do_not_specialize=["count", "b_stride"],
-    do_not_specialize_on_alignment=["offsets", "b"],
+    do_not_specialize_on_alignment=["offsets", "b", "a_log"],
 )
 def prepare(
     q,
@@ -152,12 +152,11 @@ def prepare(
     f_stride,
     b_stride,
     bound,
-    H: tl.constexpr,
     D: tl.constexpr,
     GATE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    h, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    h, H, chunk = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     first, end = _tokens_of(chunk, offsets, count)
     HALF: tl.constexpr = D // 2
     i, c = tl.arange(0, CHUNK), tl.arange(0, HALF)
