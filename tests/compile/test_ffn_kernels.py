@@ -1,6 +1,7 @@
 """FFN-side kernels at the shapes of the released models: they fit an H200, spill nothing, and every bf16 product is a
 wgmma, which is what the equality of bits between tiles rests on."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,8 @@ from helpers.banks import mxfp4_bank, plain_bank
 
 from anabranch.config.model import ActivationConfig, ModelConfig
 from anabranch.ops.attn_residual.triton import residual_norm
+from anabranch.ops.expert_ffn.triton import expert_ffn
+from anabranch.ops.experts.plan import Plan, Tile
 from anabranch.ops.experts.triton import routed_experts
 from anabranch.ops.gate.triton import sigmoid_gate
 from anabranch.ops.glu.triton import glu
@@ -26,7 +29,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def only_wgmma(used) -> None:
     for u in used:
-        if u.name in ("_gate_up", "_down", "_linear", "_logits"):
+        if u.name in ("_gate_up", "_down", "_linear", "_logits", "_route"):
             assert "wgmma.mma_async.sync.aligned.m64" in u.ptx, u.name
             assert "\tmma.sync" not in u.ptx, u.name
 
@@ -51,6 +54,64 @@ def test_mxfp4_experts_of_one_of_eight_k3_ranks(compiled, real_k3, tokens):
     bank = mxfp4_bank(896, 384, 3584, torch.bfloat16, device="meta")
     launch_experts(real_k3, tokens, bank, 3584)
     only_wgmma(compiled.check())
+
+
+def launch_ffn(config: ModelConfig, tokens: int, bank, shared: int, plan: Plan | None = None) -> None:
+    """Router and experts with a shared expert of the given inner width."""
+    moe, width = config.moe, config.hidden_size
+    assert moe is not None
+    x, bias, sync = meta(tokens, width), meta(moe.experts, dtype=torch.float32), meta(1, dtype=torch.int32)
+    weights, chosen = route(x, meta(moe.experts, width), bias, moe, sync)
+    matrices = meta(2 * shared, width), meta(width, shared)
+    latent = meta(tokens, moe.latent_size) if moe.latent_size else None
+    residual = None if moe.latent_size else x
+    expert_ffn(
+        x, weights, chosen, bank, config.activation, matrices, linear, latent=latent, residual=residual, plan=plan
+    )
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 4), (4, 4), (16, 5), (17, 6), (64, 6)])
+def test_a_decode_step_of_kimi_linear_is_few_launches(compiled, real_kl, tokens, launches):
+    launch_ffn(real_kl, tokens, plain_bank(256, 1024, 2304, torch.bfloat16, device="meta"), 1024)
+    used = compiled.check()
+    only_wgmma(used)
+    assert len(compiled) == launches
+    for u in used:
+        if u.name in ("_gate_up", "_down"):  # 16 bytes a copy, also where the shared expert's segments start
+            assert "cp.async.cg" in u.ptx
+            assert "cp.async.ca" not in u.ptx
+
+
+@pytest.mark.parametrize(("tokens", "launches"), [(1, 5), (8, 5)])
+def test_a_decode_step_of_one_of_eight_k3_ranks(compiled, real_k3, tokens, launches):
+    launch_ffn(real_k3, tokens, mxfp4_bank(896, 384, 3584, torch.bfloat16, device="meta"), 768)
+    only_wgmma(compiled.check())
+    assert len(compiled) == launches
+
+
+def test_a_tile_of_half_the_rows_is_a_wgmma_too(compiled, real_kl):
+    plan = Plan(wide=Tile(T=16, R=32, K=128), narrow=Tile(T=16, R=64, K=128), ahead=256, rider_ahead=4096)
+    launch_ffn(real_kl, 1, plain_bank(256, 1024, 2304, torch.bfloat16, device="meta"), 1024, plan)
+    used = compiled.check()
+    only_wgmma(used)
+    assert any("cp.async.bulk.prefetch.L2" in u.ptx for u in used if u.name == "_down")
+
+
+def test_a_tile_of_256_pairs_and_its_tail_fit(compiled, real_kl):
+    wide = Tile(T=256, R=64, K=64, num_warps=8, stacked=True)
+    narrow = Tile(T=256, R=128, K=64, num_warps=8)
+    launch_ffn(
+        real_kl,
+        8192,
+        plain_bank(256, 1024, 2304, torch.bfloat16, device="meta"),
+        1024,
+        Plan(wide=wide, narrow=narrow, tail=32, small=64, programs=1),
+    )
+    used = [u for u in compiled.check() if u.name in ("_gate_up", "_down")]
+    only_wgmma(used)
+    assert len(used) == 2
+    for u in used:
+        assert {"m64n256k16", "m64n64k16", "m64n32k16"} == set(re.findall(r"m64n\d+k16", u.ptx))
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 512])

@@ -198,21 +198,26 @@ def test_expert_groups_are_refused():
         router.route(torch.ones(2, 16), torch.zeros(20, 16), torch.zeros(20), replace(MOE, groups=2))
 
 
+@pytest.mark.parametrize("tail", [0, 4])
 @pytest.mark.parametrize(("tokens", "one_program"), [(2, 4096), (50, 4096), (50, 8), (1100, 8)])
-def test_every_local_pair_is_in_one_tile_of_its_expert(monkeypatch, tokens, one_program):
+def test_every_local_pair_is_in_one_tile_of_its_expert(monkeypatch, tokens, one_program, tail):
     monkeypatch.setattr(tiles, "_ONE_PROGRAM", one_program)
     _, chosen = random_routing(tokens, 11, 3)
     chosen[: tokens // 2, 0], chosen[: tokens // 2, 1:] = 9, chosen[: tokens // 2, 1:] % 9  # one expert takes half
-    made = tiles.align(chosen, 2, 8, 16)
-    seen = []
-    for expert, first, stop in made.table.T.tolist():
+    made = tiles.align(chosen, 2, 8, 16, tail)
+    seen, lasts = [], {}
+    for expert, first, stop in made.table[:3].T.tolist():
         if expert >= 0:
-            assert 0 < stop - first <= 16
+            assert 0 < stop - first <= 16 + tail
+            assert lasts.get(expert, 16) == 16, "only the last tile of a run is not full"
+            lasts[expert] = stop - first
             members = made.pairs[first:stop].long()
             assert (chosen.flatten()[members] == expert + 2).all()
             seen += members.tolist()
     local = ((chosen >= 2) & (chosen < 10)).flatten().nonzero().flatten().tolist()
     assert sorted(seen) == local
+    assert made.table[3, 0] == (made.table[0] >= 0).sum()
+    assert not tail or all(size > tail or (made.table[0] == e).sum() == 1 for e, size in lasts.items())
 
 
 def expert_case(dtype: torch.dtype, tokens: int, first: int = 0, count: int = 6, experts: int = 6):

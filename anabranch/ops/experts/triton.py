@@ -1,11 +1,13 @@
-"""Routed experts as grouped GEMMs: sort, gate and up with the activation, down, weighted sum. See spec.py for shapes.
+"""Routed experts as grouped GEMMs: gate and up with the activation, down, weighted sum. See spec.py for shapes.
 
 The weights of an expert that some token chose cross memory once for each tile of its tokens. As in `ops/linear`, the
 products are formed transposed (64 or more weight rows against a tile of tokens): every tile runs on wgmma with one
-order over K, so a pair's bits do not depend on the tile, and a token sums its experts in ascending order in fp32.
+order over K, so a pair's bits do not depend on the tile. A shared expert, which every token takes, can ride in the same
+two launches; its products sum K in the segments of `ops/linear`, so that its bits are those of its own chain.
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,190 +15,192 @@ import triton
 import triton.language as tl
 
 from anabranch.config.model import ActivationConfig
+from anabranch.ops.early import early_launch, follow, prefetch_l2
+from anabranch.ops.expert_sum.triton import expert_sum
+from anabranch.ops.experts.plan import SORTED, Plan, Tile, choose_plan
 from anabranch.ops.experts.reference import ExpertBank
 from anabranch.ops.experts.tiles import align
-from anabranch.ops.glu.triton import activate, activation_constants
-from anabranch.ops.linear.triton import token_tile, weight_tile
-from anabranch.ops.mxfp4.triton import mxfp4_tile
+from anabranch.ops.experts.triton_products import matrix, members, shared_pair, shared_product
+from anabranch.ops.experts.triton_tiles import down_runs, down_tile, gate_up_runs, gate_up_tile, store_hidden
+from anabranch.ops.glu.triton import activation_constants
+from anabranch.ops.linear.triton import segments
 
-_SUM_BLOCK = 512
-
-
-@triton.jit
-def _tile_of(table, slot, slots, first, count, ALONE: tl.constexpr):
-    """(local expert or a negative number, first pair, end) of one tile; each choice of a lone token is a tile."""
-    if ALONE:
-        expert = tl.load(table + slot) - first
-        return tl.where(expert < count, expert, -1), slot, slot + 1
-    else:
-        expert = tl.load(table + slot).to(tl.int64)
-        return expert, tl.load(table + slots + slot), tl.load(table + 2 * slots + slot)
+_SHARED_K = 64  # columns a step of the shared expert: divides its segments
 
 
-@triton.jit
-def _expert_tile(
-    w,
-    scale,
-    expert,
-    known,
-    start,
-    columns,
-    rows,
-    K: tl.constexpr,
-    FP4: tl.constexpr,
-    EVEN: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """A [known, K] tile of a dense [E, rows, columns] stack, or of its MXFP4 codes and scales."""
-    if FP4:
-        codes = w + expert * rows * (columns // 2)
-        return mxfp4_tile(codes, scale + expert * rows * (columns // 32), known, start, columns, K, EVEN, DTYPE)
-    else:
-        return weight_tile(w + expert * rows * columns, known, start, columns, columns, K, EVEN)
-
-
-@triton.jit(do_not_specialize=["slots", "first"])
+@triton.jit(do_not_specialize=["tokens", "slots", "first", "riders"])
 def _gate_up(
     x,
     w,
     scale,
+    experts,
     pairs,
     table,
     h,
+    rider_x,
+    rider_w,
+    rider_h,
+    tokens,
     slots,
     first,
     count,
     inner,
     width,
     x_stride,
-    ALONE: tl.constexpr,
+    riders,
+    rider_inner,
+    rider_width,
+    rider_stride,
+    MODE: tl.constexpr,
     FP4: tl.constexpr,
     TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
     SITU: tl.constexpr,
     BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr,
     T: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
+    STACKED: tl.constexpr,
     EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    SMALL: tl.constexpr,
+    WALK: tl.constexpr,
+    RIDER: tl.constexpr,
+    RIDER_K: tl.constexpr,
+    RIDER_S: tl.constexpr,
+    RIDER_EVEN: tl.constexpr,
+    RIDER_AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    expert, begin, end = _tile_of(table, tl.program_id(1), slots, first, count, ALONE)
-    if expert < 0:
-        return
-    place, row = begin + tl.arange(0, T), tl.program_id(0) * R + tl.arange(0, R)
-    inside, known = place < end, tl.minimum(row, inner - 1)
-    pair = place if ALONE else tl.load(pairs + place, mask=inside, other=0)
-    token = pair // TOP_K
-    dtype: tl.constexpr = h.dtype.element_ty
-    gate, up = tl.zeros((R, T), tl.float32), tl.zeros((R, T), tl.float32)
-    for start in range(0, width, K):
-        a = _expert_tile(w, scale, expert, known, start, width, 2 * inner, K, FP4, EVEN, dtype)
-        b = _expert_tile(w, scale, expert, known + inner, start, width, 2 * inner, K, FP4, EVEN, dtype)
-        tokens = token_tile(x, token, inside, start, width, x_stride, K, EVEN)
-        gate = tl.dot(a, tokens, gate, input_precision="ieee")
-        up = tl.dot(b, tokens, up, input_precision="ieee")
-    value = activate(gate.to(dtype), up.to(dtype), SITU, BETA, LINEAR_BETA)
-    at = h + place.to(tl.int64)[None, :] * inner + row[:, None]
-    tl.store(at, value, mask=inside[None, :] & (row < inner)[:, None])
+    program = tl.program_id(0)
+    if RIDER:
+        if program < riders:
+            blocks = tl.cdiv(rider_inner, R)
+            row0 = program % blocks * R
+            row, token = row0 + tl.arange(0, R), program // blocks * T + tl.arange(0, T)
+            if RIDER_AHEAD > 0:  # known before the router is
+                known = rider_w + tl.minimum(row, rider_inner - 1).to(tl.int64) * rider_width
+                prefetch_l2(known, RIDER_AHEAD)
+                prefetch_l2(known + rider_inner * rider_width, RIDER_AHEAD)
+            follow(EARLY)
+            gate, up = shared_pair(
+                *(rider_w, rider_width, row0, rider_inner, rider_x, token, token < tokens, rider_stride),
+                *(R, RIDER_K, RIDER_S, RIDER_EVEN),
+            )
+            store_hidden(gate, up, rider_h, token, token < tokens, row0, rider_inner, SITU, BETA, LINEAR_BETA)
+            return
+        program -= riders
+    follow(EARLY)
+    if MODE == 0:
+        gate_up_runs(
+            *(x, w, scale, pairs, table, h, program, slots, inner, width, x_stride),
+            *(FP4, TOP_K, SITU, BETA, LINEAR_BETA, T, R, K, STACKED, TAIL, SMALL, EVEN, WALK),
+        )
+    else:
+        blocks = tl.cdiv(inner, R)
+        row0, slot = program % blocks * R, program // blocks
+        expert, place, inside = members(experts, slot, tokens, first, count, MODE, TOP_K, CHOICES, T)
+        if expert < 0:
+            return
+        weights = matrix(w, expert, 2 * inner, width, 2 if FP4 else 1)
+        scales = matrix(scale, expert, 2 * inner, width, 32 if FP4 else 1)
+        gate_up_tile(
+            *(x, weights, scales, pairs, h, place, inside, 0, row0, inner, width, x_stride),
+            *(MODE, FP4, TOP_K, SITU, BETA, LINEAR_BETA, R, K, STACKED, 0, EVEN),
+        )
 
 
-@triton.jit(do_not_specialize=["slots", "first"])
+@triton.jit(do_not_specialize=["tokens", "slots", "first", "riders"])
 def _down(
     h,
     w,
     scale,
+    experts,
     pairs,
     table,
     out,
+    rider_h,
+    rider_w,
+    rider_out,
+    tokens,
     slots,
     first,
     count,
     inner,
     width,
-    ALONE: tl.constexpr,
+    riders,
+    rider_inner,
+    rider_width,
+    rider_stride,
+    MODE: tl.constexpr,
     FP4: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
     T: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    SMALL: tl.constexpr,
+    WALK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    RIDER: tl.constexpr,
+    RIDER_K: tl.constexpr,
+    RIDER_S: tl.constexpr,
+    RIDER_EVEN: tl.constexpr,
+    RIDER_AHEAD: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
-    expert, begin, end = _tile_of(table, tl.program_id(1), slots, first, count, ALONE)
-    if expert < 0:
-        return
-    place, row = begin + tl.arange(0, T), tl.program_id(0) * R + tl.arange(0, R)
-    inside, known = place < end, tl.minimum(row, width - 1)
-    pair = place if ALONE else tl.load(pairs + place, mask=inside, other=0)
+    program = tl.program_id(0)
     dtype: tl.constexpr = out.dtype.element_ty
-    total = tl.zeros((R, T), tl.float32)
-    for start in range(0, inner, K):
-        a = _expert_tile(w, scale, expert, known, start, inner, width, K, FP4, EVEN, dtype)
-        b = token_tile(h, place, inside, start, inner, inner, K, EVEN)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    at = out + pair.to(tl.int64)[None, :] * width + row[:, None]
-    tl.store(at, total.to(dtype), mask=inside[None, :] & (row < width)[:, None])
-
-
-@triton.jit(do_not_specialize=["first"])
-def _weighted_sum(
-    out, weights, experts, y, first, count, width, TOP_K: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr
-):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    choice = tl.arange(0, CHOICES)
-    known = choice < TOP_K
-    expert = tl.load(experts + token * TOP_K + choice, mask=known, other=1 << 40)
-    local = known & (expert >= first) & (expert < first + count)
-    weight = tl.load(weights + token * TOP_K + choice, mask=known, other=0.0)
-    # place of each choice in ascending expert order; equal experts keep the order of the choices
-    before = (expert[None, :] < expert[:, None]) | (
-        (expert[None, :] == expert[:, None]) & (choice[None, :] < choice[:, None])
-    )
-    order = tl.sum(before.to(tl.int32), 1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for n in tl.static_range(TOP_K):
-        mine = order == n
-        pair = token * TOP_K + tl.sum(tl.where(mine, choice, 0), 0)
-        wanted = tl.sum((mine & local).to(tl.int32), 0) > 0
-        part = tl.load(out + pair * width + column, mask=wanted & (column < width), other=0.0)
-        total += part.to(tl.float32) * tl.sum(tl.where(mine, weight, 0.0), 0)
-    tl.store(y + token * width + column, total, mask=column < width)
+    if RIDER:
+        if program < riders:
+            blocks = tl.cdiv(rider_width, R)
+            row, token = program % blocks * R + tl.arange(0, R), program // blocks * T + tl.arange(0, T)
+            known = tl.minimum(row, rider_width - 1)
+            if RIDER_AHEAD > 0:
+                prefetch_l2(rider_w + known.to(tl.int64) * rider_inner, RIDER_AHEAD)
+            follow(EARLY)
+            total = shared_product(
+                rider_w, rider_inner, known, rider_h, token, token < tokens, RIDER_K, RIDER_S, RIDER_EVEN
+            )
+            at = rider_out + token.to(tl.int64)[None, :] * rider_stride + row[:, None]
+            tl.store(at, total.to(dtype), mask=(token < tokens)[None, :] & (row < rider_width)[:, None])
+            return
+        program -= riders
+    if MODE == 0:
+        follow(EARLY)
+        down_runs(
+            *(h, w, scale, pairs, table, out, program, slots, inner, width, FP4, T, R, K, TAIL, SMALL, EVEN, WALK)
+        )
+    else:
+        blocks = tl.cdiv(width, R)
+        row, slot = program % blocks * R + tl.arange(0, R), program // blocks
+        # the choice was made by the last but one kernel, or earlier: it may be read, and weights asked for, at once
+        expert, place, inside = members(experts, slot, tokens, first, count, MODE, TOP_K, CHOICES, T)
+        weights = matrix(w, expert, width, inner, 2 if FP4 else 1)
+        scales = matrix(scale, expert, width, inner, 32 if FP4 else 1)
+        if AHEAD > 0 and expert >= 0:
+            prefetch_l2(weights + tl.minimum(row, width - 1).to(tl.int64) * (inner // (2 if FP4 else 1)), AHEAD)
+        follow(EARLY)
+        if expert < 0:
+            return
+        down_tile(*(h, weights, scales, pairs, out, place, inside, 0, row, inner, width, MODE, FP4, K, 0, EVEN))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    """T tokens by R weight rows by K columns a step. It sets the speed and never the bits."""
+class Rider:
+    """A shared expert in the same launches: x [T, V], gate|up [2*J, V], down [V, J], and its output [T, V]."""
 
-    T: int
-    R: int
-    K: int
-    num_warps: int = 4
-    num_stages: int = 4
+    x: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    out: torch.Tensor
 
-
-_FP32 = (Tile(T=16, R=64, K=32, num_stages=2), Tile(T=16, R=64, K=32, num_stages=2))
-# most pairs an expert gets on average -> (gate and up, down)
-_BF16: tuple[tuple[float, tuple[Tile, Tile]], ...] = (
-    (8, (Tile(T=16, R=64, K=64), Tile(T=16, R=64, K=128))),
-    (24, (Tile(T=32, R=64, K=64), Tile(T=32, R=64, K=128))),
-    (96, (Tile(T=64, R=64, K=64), Tile(T=64, R=128, K=64))),
-    (float("inf"), (Tile(T=128, R=128, K=64, num_warps=8, num_stages=3), Tile(T=128, R=128, K=64, num_warps=8))),
-)
-# 128 columns: four scale bytes a row are the least that an asynchronous copy takes
-_MXFP4: tuple[tuple[float, tuple[Tile, Tile]], ...] = (
-    (8, (Tile(T=16, R=64, K=128), Tile(T=16, R=64, K=128))),
-    (24, (Tile(T=32, R=64, K=128), Tile(T=32, R=64, K=128))),
-    (float("inf"), (Tile(T=64, R=128, K=128, num_warps=8, num_stages=3),) * 2),
-)
-_LONE_TOKEN = (Tile(T=16, R=64, K=128), Tile(T=16, R=64, K=128))
-
-
-def choose_tiles(tokens: int, top_k: int, experts: int, dtype: torch.dtype, fp4: bool = False) -> tuple[Tile, Tile]:
-    """The tiles of both GEMMs, equal in T, from host shapes alone."""
-    if dtype == torch.float32:
-        return _FP32
-    if tokens == 1:
-        return _LONE_TOKEN
-    return next(tiles for most, tiles in (_MXFP4 if fp4 else _BF16) if tokens * top_k / experts <= most)
+    @property
+    def inner(self) -> int:
+        return self.down.shape[1]
 
 
 def _stacks(bank: ExpertBank) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor], bool]:
@@ -213,55 +217,112 @@ def routed_experts(
     experts: torch.Tensor,
     bank: ExpertBank,
     activation: ActivationConfig,
-    tiles: tuple[Tile, Tile] | None = None,
+    plan: Plan | None = None,
 ) -> torch.Tensor:
     """sum_e weights_e * down_e(glu(gate_up_e x)) over the local experts: fp32 [T, W].
 
     Args:
         bank: dense stacks `w13` [E, 2*I, W] and `w2` [E, W, I], or `w13_packed`, `w13_scale`, `w2_packed`, `w2_scale`.
-        tiles: measured by benchmarks; None takes the table above.
+        plan: measured by benchmarks; None takes the tables.
     """
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    if len(x):
+        out = expert_products(x, experts.contiguous(), bank, activation, plan)
+        expert_sum(out, weights, experts, bank.first, bank.count, y)
+    return y
+
+
+def expert_products(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    bank: ExpertBank,
+    activation: ActivationConfig,
+    plan: Plan | None = None,
+    rider: Rider | None = None,
+) -> torch.Tensor:
+    """down_e(glu(gate_up_e x)) of every local (token, choice) pair: [T * k, W]; other ranks' rows stay as they are."""
     (tokens, width), top_k = x.shape, experts.shape[1]
     (w13, w13_scale), (w2, w2_scale), fp4 = _stacks(bank)
     inner, pairs = w13.shape[1] // 2, tokens * top_k
-    if not tokens:
-        return torch.empty((0, width), dtype=torch.float32, device=x.device)
-    wide, narrow = tiles or choose_tiles(tokens, top_k, bank.count, x.dtype, fp4)
-    assert wide.T == narrow.T, "both GEMMs walk the same tiles of pairs"
-    experts = experts.contiguous()
-    alone, order, table, slots = tokens == 1, experts, experts, top_k
-    if not alone:
-        sorted_pairs = align(experts, bank.first, bank.count, wide.T)
-        order, table, slots = sorted_pairs.pairs, sorted_pairs.table, sorted_pairs.slots
+    plan = plan or choose_plan(tokens, top_k, bank.count, x.dtype, fp4)
+    mode, order, table, slots = plan.mode(tokens), experts, experts, pairs
+    if mode == SORTED:
+        made = align(experts, bank.first, bank.count, plan.T, plan.tail)
+        order, table, slots = made.pairs, made.table, made.slots
     h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     out = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    sizes, flags = (slots, bank.first, bank.count, inner, width), {"ALONE": alone, "FP4": fp4}
-    _gate_up[(triton.cdiv(inner, wide.R), slots)](
-        *(x, w13, w13_scale, order, table, h, *sizes, x.stride(0)),
-        **flags,
-        **activation_constants(activation),
-        **_launch(wide, width),
-        TOP_K=top_k,
+    sizes = (tokens, slots, bank.first, bank.count, inner, width)
+    flags = {"MODE": mode, "FP4": fp4, "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), **early_launch()}
+    walk = plan.programs * _multiprocessors(x.device) if mode == SORTED and rider is None else 0
+    flags |= {"TAIL": plan.tail, "SMALL": plan.small} if mode == SORTED else {"TAIL": 0, "SMALL": 0}
+    flags["WALK"] = walk > 0
+    wide, narrow = plan.wide, plan.narrow
+    a, b = _riding(rider, plan, tokens, h)
+    _gate_up[(walk or a.programs + triton.cdiv(inner, wide.R) * slots,)](
+        *(x, w13, w13_scale, experts, order, table, h, *a.tensors, *sizes, x.stride(0), *a.sizes),
+        **(flags | activation_constants(activation) | _launch(wide, width) | a.flags),
+        STACKED=wide.stacked,
     )
-    _down[(triton.cdiv(width, narrow.R), slots)](
-        *(h, w2, w2_scale, order, table, out, *sizes), **flags, **_launch(narrow, inner)
+    _down[(walk or b.programs + triton.cdiv(width, narrow.R) * slots,)](
+        *(h, w2, w2_scale, experts, order, table, out, *b.tensors, *sizes, *b.sizes),
+        **(flags | _launch(narrow, inner) | b.flags),
+        AHEAD=_ahead(plan.ahead, w2) if early_launch()["EARLY"] else 0,
     )
-    return weighted_sum(out, weights, experts, bank)
+    return out
 
 
-def weighted_sum(out: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor, bank: ExpertBank) -> torch.Tensor:
-    """fp32 [T, W]: sum over the local choices, by ascending expert, of weights [T, k] times out [T * k, W]."""
-    (tokens, top_k), width = experts.shape, out.shape[1]
-    y = torch.empty((tokens, width), dtype=torch.float32, device=out.device)
-    _weighted_sum[(tokens, triton.cdiv(width, _SUM_BLOCK))](
-        *(out, weights.contiguous(), experts, y, bank.first, bank.count, width),
-        TOP_K=top_k,
-        CHOICES=triton.next_power_of_2(top_k),
-        BLOCK=_SUM_BLOCK,
-        num_warps=4,
-        enable_fp_fusion=False,  # a product and a sum, each rounded, as in the reference
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Riding:
+    """A rider's part of one launch: its programs, which come first, its tensors, and its sizes."""
+
+    programs: int
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    sizes: tuple[int, ...]
+    flags: dict[str, Any]
+
+
+def _riding(rider: Rider | None, plan: Plan, tokens: int, stand_in: torch.Tensor) -> tuple[_Riding, _Riding]:
+    """Of the gate-up launch and of the down launch."""
+    if rider is None:
+        flags = {"RIDER": False, "RIDER_K": 16, "RIDER_S": 1, "RIDER_EVEN": True, "RIDER_AHEAD": 0}
+        none = _Riding(programs=0, tensors=(stand_in,) * 3, sizes=(0, 0, 0, 0), flags=flags)
+        return none, none
+    width, tiles = rider.x.shape[1], triton.cdiv(tokens, plan.T)
+    h = torch.empty((tokens, rider.inner), dtype=rider.x.dtype, device=rider.x.device)
+    gate_up = _Riding(
+        programs=triton.cdiv(rider.inner, plan.wide.R) * tiles,
+        tensors=(rider.x, rider.gate_up, h),
+        sizes=(triton.cdiv(rider.inner, plan.wide.R) * tiles, rider.inner, width, rider.x.stride(0)),
+        flags=_rider_flags(rider.gate_up, plan),
     )
-    return y
+    down = _Riding(
+        programs=triton.cdiv(width, plan.narrow.R) * tiles,
+        tensors=(h, rider.down, rider.out),
+        sizes=(triton.cdiv(width, plan.narrow.R) * tiles, rider.inner, width, rider.out.stride(0)),
+        flags=_rider_flags(rider.down, plan),
+    )
+    return gate_up, down
+
+
+def _rider_flags(w: torch.Tensor, plan: Plan) -> dict[str, Any]:
+    columns = w.shape[1]
+    k = min(_SHARED_K, plan.wide.K)
+    parts = segments(columns)
+    ahead = _ahead(plan.rider_ahead, w) if early_launch()["EARLY"] else 0
+    even = columns // parts % k == 0
+    return {"RIDER": True, "RIDER_K": k, "RIDER_S": parts, "RIDER_EVEN": even, "RIDER_AHEAD": ahead}
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """Of an H200 where the kernels are only compiled, or interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+def _ahead(columns: int, w: torch.Tensor) -> int:
+    """Bytes of a row of w to ask for ahead of the wait: whole pieces of 16, or none where rows are not laid so."""
+    row = w.shape[-1] * w.element_size()
+    return min(columns * w.element_size(), row) if row % 16 == 0 and w.data_ptr() % 16 == 0 else 0
 
 
 def _launch(tile: Tile, columns: int) -> dict[str, Any]:

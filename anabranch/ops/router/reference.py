@@ -14,10 +14,11 @@ def route(
     weight: torch.Tensor,
     bias: torch.Tensor,
     moe: MoeConfig,
+    sync: torch.Tensor | None = None,
     linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
     total: Callable[[torch.Tensor], torch.Tensor] = row_sum,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose by score + bias (the lower index wins a tie), weigh by the unbiased score."""
+    """Choose by score + bias (the lower index wins a tie), weigh by the unbiased score; `sync` is not used."""
     logits = linear(x.float(), weight.float())
     if moe.scoring == "sigmoid":
         scores = sigmoid(logits)

@@ -9,6 +9,7 @@ ROUTER = OpSpec(
         "weight": "model dtype [E, hidden], multiplied in fp32",
         "bias": "fp32 [E] correction, used for choosing only",
         "moe": "MoeConfig: top_k, groups, top_groups, scoring, renormalize, scaling",
+        "sync": "int32 [1], zero, owned by one layer and zero again afterwards; None where there is none",
     },
     outputs={"weights": "fp32 [T, k]", "experts": "int64 [T, k]"},
     constraints=("logits are never rounded below fp32", "a group scores the sum of its two largest biased scores"),

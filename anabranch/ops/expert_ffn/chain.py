@@ -1,0 +1,3 @@
+"""No common launches: the layer runs the separate operations."""
+
+expert_ffn = None

@@ -1,0 +1,50 @@
+"""The experts of one FFN in three launches: gate and up with the activation, down, sum. See spec.py for shapes.
+
+Up to a handful of tokens the shared expert rides in the first two; above, it runs on the model's own product.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from anabranch.config.model import ActivationConfig
+from anabranch.ops.expert_sum.triton import expert_sum
+from anabranch.ops.experts.plan import RIDER_TOKENS, Plan
+from anabranch.ops.experts.reference import ExpertBank
+from anabranch.ops.experts.triton import Rider, expert_products
+from anabranch.ops.glu.triton import glu
+
+
+def expert_ffn(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    bank: ExpertBank,
+    activation: ActivationConfig,
+    shared: tuple[torch.Tensor, torch.Tensor] | None,
+    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    latent: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    plan: Plan | None = None,
+) -> torch.Tensor:
+    """residual + (routed + shared), or routed | shared."""
+    assert latent is None or residual is None, "a latent sum is not complete yet"
+    z = x if latent is None else latent
+    width = 0 if latent is None else z.shape[1]
+    y = torch.empty((len(x), width + x.shape[1]), dtype=x.dtype, device=x.device)
+    if not len(x):
+        return y
+    # where the experts are latent the shared expert has columns of its own, else it is added by the sum
+    own = y[:, width:] if width else torch.empty_like(y)
+    rider = None
+    if shared is not None and len(x) <= RIDER_TOKENS:
+        rider = Rider(x=x, gate_up=shared[0], down=shared[1], out=own)
+    out = expert_products(z, experts.contiguous(), bank, activation, plan, rider)
+    if shared is None and width:
+        own.zero_()
+    elif shared is not None and rider is None:
+        made = linear(glu(linear(x, shared[0]), activation), shared[1])
+        own = own.copy_(made) if width else made
+    both = (None, None) if width else (own if shared is not None else None, residual)
+    expert_sum(out, weights, experts, bank.first, bank.count, y[:, : width or None], *both)
+    return y

@@ -1,0 +1,104 @@
+"""The sum over experts as one Triton launch. See spec.py for shapes."""
+
+import torch
+import triton
+import triton.language as tl
+
+from anabranch.ops.early import early_launch, follow
+
+_FEW = 64  # tokens up to which a row is spread over several programs
+_BLOCK = 1024
+
+
+@triton.jit
+def _order_of(experts, weights, token, first, count, TOP_K: tl.constexpr, CHOICES: tl.constexpr):
+    """Expert, weight and place in ascending expert order of each choice, and which are local.
+
+    Equal experts keep the order of the choices.
+    """
+    choice = tl.arange(0, CHOICES)
+    known = choice < TOP_K
+    expert = tl.load(experts + token * TOP_K + choice, mask=known, other=1 << 40)
+    weight = tl.load(weights + token * TOP_K + choice, mask=known, other=0.0)
+    before = (expert[None, :] < expert[:, None]) | (
+        (expert[None, :] == expert[:, None]) & (choice[None, :] < choice[:, None])
+    )
+    return tl.sum(before.to(tl.int32), 1), weight, known & (expert >= first) & (expert < first + count)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _expert_sum(
+    out,
+    weights,
+    experts,
+    y,
+    shared,
+    residual,
+    first,
+    count,
+    width,
+    y_stride,
+    shared_stride,
+    residual_stride,
+    SHARED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    TOP_K: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    follow(EARLY)
+    token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, CHOICES)
+    order, weight, local = _order_of(experts, weights, token, first, count, TOP_K, CHOICES)
+    dtype: tl.constexpr = y.dtype.element_ty
+    for block in range(BLOCKS):
+        column = (tl.program_id(1) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        total = tl.zeros((BLOCK,), tl.float32)
+        for n in tl.static_range(TOP_K):
+            mine = order == n
+            pair = token * TOP_K + tl.sum(tl.where(mine, choice, 0), 0)
+            wanted = tl.sum((mine & local).to(tl.int32), 0) > 0
+            part = tl.load(out + pair * width + column, mask=wanted & inside, other=0.0)
+            total += part.to(tl.float32) * tl.sum(tl.where(mine, weight, 0.0), 0)
+        value = total.to(dtype)
+        if SHARED:
+            added = tl.load(shared + token * shared_stride + column, mask=inside, other=0.0)
+            value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
+        if RESIDUAL:
+            added = tl.load(residual + token * residual_stride + column, mask=inside, other=0.0)
+            value = (added.to(tl.float32) + value.to(tl.float32)).to(dtype)
+        tl.store(y + token * y_stride + column, value, mask=inside)
+
+
+def expert_sum(
+    out: torch.Tensor,
+    weights: torch.Tensor,
+    experts: torch.Tensor,
+    first: int,
+    count: int,
+    y: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> None:
+    """Writes y."""
+    (tokens, top_k), width = experts.shape, out.shape[1]
+    few = tokens <= _FEW
+    block = 512 if few else _BLOCK
+    blocks = triton.cdiv(width, block)
+    grid = (tokens, blocks) if few else (tokens, 1)
+    others = [y if t is None else t for t in (shared, residual)]
+    _expert_sum[grid](
+        *(out, weights.contiguous(), experts.contiguous(), y, *others, first, count, width, y.stride(0)),
+        *(t.stride(0) for t in others),
+        SHARED=shared is not None,
+        RESIDUAL=residual is not None,
+        TOP_K=top_k,
+        CHOICES=triton.next_power_of_2(top_k),
+        BLOCK=block,
+        BLOCKS=1 if few else blocks,
+        num_warps=4,
+        enable_fp_fusion=False,  # a product and a sum, each rounded, as in the reference
+        **early_launch(),
+    )
