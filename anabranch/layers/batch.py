@@ -1,5 +1,6 @@
 """What one forward pass works on: packed tokens, where each sequence stands, and where its state lives."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,7 @@ class Batch:
     rows: torch.Tensor  # int64 [T] latent cache row of each token (page * page size + offset); -1 is none
     wanted: torch.Tensor  # int64 [W] tokens whose logits are computed
     moment: Moment = EAGER  # what the choice of a projection path may look at besides T
+    counts: tuple[int, ...] | None = None  # T of every attention replica, where there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +44,8 @@ class LatentPages:
 
 
 LayerCache = KdaState | LatentPages
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of all parts; one part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

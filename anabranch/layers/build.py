@@ -25,6 +25,7 @@ class Build:
     comm: Collectives
     dtype: torch.dtype
     device: torch.device | str | None
+    count_experts: bool = False  # keep counts of what each expert is given
     branch: Branch = field(default_factory=Branch)  # one side stream for all layers
     members: Mapping[str, Projection] = field(default_factory=dict)  # the layer's resolved projections, plain if absent
 

@@ -81,6 +81,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
+    def add(self, x: torch.Tensor, update: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + update and its norm."""
+        return self.ops.add_rms_norm(x, update, self.weight, self.eps)
+
 
 class _VocabShard(nn.Module):
     """Rows `first .. first + local` of a [vocab, hidden] table over attention-TP; the last ranks may hold padding."""
@@ -97,6 +101,8 @@ class VocabEmbedding(_VocabShard):
     """Token embedding: masked look-up and sum."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.local == self.vocab:
+            return F.embedding(tokens, self.weight)
         local = tokens - self.first
         inside = (local >= 0) & (local < self.local)
         rows = F.embedding(local.clamp(0, self.local - 1), self.weight)

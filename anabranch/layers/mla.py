@@ -6,8 +6,8 @@ import torch
 
 from anabranch.fusion.buffer import MergedOwner, Segment
 from anabranch.fusion.mla_paths import mla_paths
-from anabranch.fusion.prologue import KV_A, MlaWeights, Prologue
-from anabranch.layers.batch import Batch, LatentPages
+from anabranch.fusion.prologue import KV_A, MlaInputs, MlaWeights, Prologue
+from anabranch.layers.batch import Batch, LatentPages, joined
 from anabranch.layers.build import Build
 from anabranch.layers.linear import Linear, RMSNorm, input_weight, share
 
@@ -41,27 +41,41 @@ class MlaLayer(MergedOwner):
         """x [T, hidden] -> [T, hidden], complete over the attention-TP group."""
         with closing(self.prologue(x, batch.moment)) as inputs:
             q = self.q_b_proj(self.q_a_layernorm(inputs.q)) if self.config.q_lora_rank else inputs.q
-            self._write(inputs.kv, batch, cache.pages)
-            o = self._attend(q.unflatten(-1, (self.heads, self.config.qk_dim)), batch, cache.pages)
-            if inputs.gate is not None:
-                o = self.ops.sigmoid_gate(o, inputs.gate.take())
+            q = q.unflatten(-1, (self.heads, self.config.qk_dim))
+            whole = self.ops.mla_step is not None and batch.decodes == len(q) > 0
+            o = (self._step if whole else self._chain)(q, inputs, batch, cache.pages)
         return self.comm.all_reduce(self.o_proj(o), "attn_tp")
+
+    def _step(self, q: torch.Tensor, inputs: MlaInputs, batch: Batch, pages: torch.Tensor) -> torch.Tensor:
+        """Decode tokens alone, from raw projections to gated outputs in one operation: [B, H * v]."""
+        assert self.ops.mla_step is not None
+        norm, gate = self.kv_a_layernorm, inputs.gate
+        return self.ops.mla_step(
+            *(q, inputs.kv, norm.weight, norm.eps, batch.rows, batch.segments.ends, batch.block_table, pages),
+            *(self._kv_b, None if gate is None else gate.take),
+        )
+
+    def _chain(self, q: torch.Tensor, inputs: MlaInputs, batch: Batch, pages: torch.Tensor) -> torch.Tensor:
+        """Cache write, attention and gate as the operations they are: [T, H * v]."""
+        self._write(inputs.kv, batch, pages)
+        o = self._attend(q, batch, pages)
+        return o if inputs.gate is None else self.ops.sigmoid_gate(o, inputs.gate.take())
 
     def _write(self, kv: torch.Tensor, batch: Batch, pages: torch.Tensor) -> None:
         """Cache rows are the NORMED latent and the raw shared key."""
-        latent, shared = kv.split([self.config.kv_lora_rank, self.config.rope_dim], -1)
-        rows = torch.cat([self.kv_a_layernorm(latent), shared], -1)
-        flat = pages.view(-1, pages.shape[-1])
-        # a fixed number of writes, so that it can be captured: tokens without a row land in the page nobody reads
-        target = torch.where(batch.rows >= 0, batch.rows, flat.shape[0] - 1)
-        flat.index_copy_(0, target, rows.to(pages.dtype))
+        norm = self.kv_a_layernorm
+        self.ops.mla_write(kv, norm.weight, norm.eps, batch.rows, pages)
 
     def _attend(self, q: torch.Tensor, batch: Batch, pages: torch.Tensor) -> torch.Tensor:
         """Absorbed form for the decode tokens, explicit form for the prefill segments: [T, H * v]."""
-        n, kv_b = batch.decodes, self.kv_b_proj.weight.unflatten(0, (self.heads, -1))
-        parts = []
+        n, ops, parts = batch.decodes, self.ops, []
         if n:
-            parts.append(self.ops.mla_decode(q[:n], batch.segments.ends[:n], batch.block_table[:n], pages, kv_b))
+            parts.append(ops.mla_decode(q[:n], batch.segments.ends[:n], batch.block_table[:n], pages, self._kv_b))
         if batch.prefill:
-            parts.append(self.ops.mla_prefill(q[n:], batch.prefill, batch.block_table[n:], pages, kv_b))
-        return torch.cat(parts)
+            parts.append(ops.mla_prefill(q[n:], batch.prefill, batch.block_table[n:], pages, self._kv_b))
+        return joined(parts)
+
+    @property
+    def _kv_b(self) -> torch.Tensor:
+        """Key rows, then value rows, of each head: [H, nope + v, rank]."""
+        return self.kv_b_proj.weight.unflatten(0, (self.heads, -1))

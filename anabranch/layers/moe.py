@@ -3,10 +3,15 @@
 import torch
 from torch import nn
 
+from anabranch.layers.batch import Batch
 from anabranch.layers.build import Build
 from anabranch.layers.experts import Mxfp4Experts, PlainExperts
 from anabranch.layers.linear import Linear, RMSNorm, frozen
+from anabranch.layers.load import ExpertLoad
 from anabranch.layers.mlp import Mlp
+
+Routing = tuple[torch.Tensor, torch.Tensor]  # weights and experts of each token
+Maybe = torch.Tensor | None
 
 
 class Router(nn.Module):
@@ -18,9 +23,10 @@ class Router(nn.Module):
         self.moe, self.ops = build.config.moe, build.ops
         self.weight = frozen(self.moe.experts, build.config.hidden_size, dtype=build.dtype, device=build.device)
         self.e_score_correction_bias = frozen(self.moe.experts, dtype=torch.float32, device=build.device)
+        self.sync = torch.zeros(1, dtype=torch.int32, device=build.device)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ops.route(x, self.weight, self.e_score_correction_bias, self.moe)
+        return self.ops.route(x, self.weight, self.e_score_correction_bias, self.moe, self.sync)
 
 
 class MoeFfn(nn.Module):
@@ -31,6 +37,8 @@ class MoeFfn(nn.Module):
         assert build.config.moe is not None
         moe, hidden = build.config.moe, build.config.hidden_size
         self.moe, self.activation, self.ops, self.comm = moe, build.config.activation, build.ops, build.comm
+        self.alone = build.parallel.tp_size == 1
+        self.load = ExpertLoad(build) if build.count_experts else None
         self.gate = Router(build)
         self.experts = (Mxfp4Experts if build.config.expert_format == "mxfp4" else PlainExperts)(build)
         if moe.shared_experts:
@@ -41,16 +49,37 @@ class MoeFfn(nn.Module):
             if moe.latent_norm:
                 self.routed_expert_norm = RMSNorm(build, moe.latent_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, experts = self.gate(x)  # routing reads the full width, also for latent experts
-        z = self.routed_expert_down_proj(x) if self.moe.latent_size else x
-        routed = self.ops.routed_experts(z, weights, experts, self.experts, self.activation).to(x.dtype)
-        shared = self.shared_experts(x) if self.moe.shared_experts else torch.zeros_like(x)
-        if not self.moe.latent_size:
-            return self.comm.all_reduce(routed + shared, "tp")
+    def forward(self, x: torch.Tensor, batch: Batch, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden], with `residual` added. The experts see the rows of all attention replicas."""
+        x = self.comm.gather_rows(x, batch.counts)
+        routing = self.gate(x)  # reads the full width, also for latent experts
+        if self.load is not None:
+            self.load.note(routing[1], batch)
+        z = self.routed_expert_down_proj(x) if self.moe.latent_size else None
+        early = residual if self.alone and z is None else None  # the sum of all experts is complete at once
+        run = self._separate if self.ops.expert_ffn is None else self._together
         # the latent sum must be complete before its norm, so one collective carries both partial sums
-        both = self.comm.all_reduce(torch.cat([routed, shared], -1), "tp")
-        routed, shared = both.split([self.moe.latent_size, x.shape[-1]], -1)
-        if self.moe.latent_norm:
-            routed = self.routed_expert_norm(routed)
-        return self.routed_expert_up_proj(routed) + shared
+        y = self.comm.sum_rows(run(x, routing, z, early), batch.counts)
+        if self.moe.latent_size:
+            routed, shared = y.split([self.moe.latent_size, x.shape[-1]], -1)
+            if self.moe.latent_norm:
+                routed = self.routed_expert_norm(routed)
+            y = self.routed_expert_up_proj(routed) + shared
+        return y if residual is None or early is not None else residual + y
+
+    def _together(self, x: torch.Tensor, routing: Routing, z: Maybe, residual: Maybe) -> torch.Tensor:
+        """This rank's part of routed + shared, or of routed | shared where the experts are latent."""
+        shared = self.shared_experts.matrices if self.moe.shared_experts else None
+        assert self.ops.expert_ffn is not None
+        return self.ops.expert_ffn(
+            x, *routing, self.experts, self.activation, shared, self.ops.linear, latent=z, residual=residual
+        )
+
+    def _separate(self, x: torch.Tensor, routing: Routing, z: Maybe, residual: Maybe) -> torch.Tensor:
+        """The same, an operation at a time."""
+        read = x if z is None else z
+        routed = self.ops.routed_experts(read, *routing, self.experts, self.activation).to(x.dtype)
+        shared = self.shared_experts.partial(x) if self.moe.shared_experts else torch.zeros_like(x)
+        if z is not None:
+            return torch.cat([routed, shared], -1)
+        return routed + shared if residual is None else residual + (routed + shared)

@@ -39,16 +39,14 @@ class DecoderLayer(nn.Module):
 
     def forward(self, stream: Stream, batch: Batch, cache: LayerCache) -> None:
         """Adds this layer's two updates to the stream."""
-        x = self.read_for_attention(stream)
-        stream.add(self.self_attn(self.input_layernorm(x), batch, cache))
-        x = self.read_for_ffn(stream)
-        stream.add(getattr(self, self.ffn_name)(self.post_attention_layernorm(x)))
+        stream.add(self.self_attn(self.read_for_attention(stream), batch, cache))
+        stream.add(getattr(self, self.ffn_name)(self.read_for_ffn(stream), batch))
 
     def read_for_attention(self, stream: Stream) -> torch.Tensor:
-        return stream.sum
+        return stream.normed(self.input_layernorm)
 
     def read_for_ffn(self, stream: Stream) -> torch.Tensor:
-        return stream.sum
+        return stream.normed(self.post_attention_layernorm)
 
 
 class BlockResidualLayer(DecoderLayer):
@@ -58,7 +56,6 @@ class BlockResidualLayer(DecoderLayer):
         super().__init__(build, index)
         config = build.config
         assert config.attn_res_block is not None
-        self.ops, self.eps = build.ops, config.rms_norm_eps
         self.starts_block = index % config.attn_res_block == 0
         self.self_attention_res_norm = RMSNorm(build, config.hidden_size)
         self.self_attention_res_proj = Linear(build, config.hidden_size, 1)
@@ -66,16 +63,13 @@ class BlockResidualLayer(DecoderLayer):
         self.mlp_res_proj = Linear(build, config.hidden_size, 1)
 
     def read_for_attention(self, stream: Stream) -> torch.Tensor:
-        norm, score = self.self_attention_res_norm.weight, self.self_attention_res_proj.weight
-        x = self.ops.residual_read(stream.sum, stream.bank, norm, score, self.eps)
+        x = stream.mixed(self.self_attention_res_norm, self.self_attention_res_proj, self.input_layernorm)
         if self.starts_block:  # after the read: the sum takes part in it as the newest source
             stream.freeze()
         return x
 
     def read_for_ffn(self, stream: Stream) -> torch.Tensor:
-        return self.ops.residual_read(
-            stream.sum, stream.bank, self.mlp_res_norm.weight, self.mlp_res_proj.weight, self.eps
-        )
+        return stream.mixed(self.mlp_res_norm, self.mlp_res_proj, self.post_attention_layernorm)
 
 
 class KimiModel(nn.Module):
@@ -84,9 +78,12 @@ class KimiModel(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         config, parallel = build.config, build.parallel
-        self.ops, self.eps, hidden = build.ops, config.rms_norm_eps, config.hidden_size
+        hidden = config.hidden_size
         self.stage = stage_layers(config.layers, parallel.pp_size, parallel.pp_rank)
+        self.comm, self.layer_count, self.input_width, self.dtype = build.comm, config.layers, hidden, build.dtype
         self.reads_bank = config.attn_res_block is not None
+        # every block that started in an earlier stage has banked one sum
+        self.banked = -(-self.stage.start // config.attn_res_block) if config.attn_res_block else 0
         if self.stage.start == 0:
             self.embed_tokens = VocabEmbedding(build)
         layer = BlockResidualLayer if self.reads_bank else DecoderLayer
@@ -98,15 +95,24 @@ class KimiModel(nn.Module):
             self.norm = RMSNorm(build, hidden)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Final hidden states of `batch.wanted`: [W, hidden]."""
-        stream = Stream(self.embed_tokens(batch.tokens))
+        """Final hidden states of `batch.wanted`: [W, hidden]; [0, hidden] of a stage that hands on."""
+        stream = self._receive(batch) if self.stage.start else Stream(self.embed_tokens(batch.tokens))
         for layer, cache in zip(self.layers.values(), caches, strict=True):
             layer(stream, batch, cache)
-        hidden = stream.sum[batch.wanted]
+        if self.stage.stop < self.layer_count:
+            self.comm.send(torch.stack([stream.sum, *stream.bank]))
+            return stream.sum[:0]
+        last = stream.at(batch.wanted)
         if self.reads_bank:
-            norm, score = self.output_attn_res_norm.weight, self.output_attn_res_proj.weight
-            hidden = self.ops.residual_read(hidden, [row[batch.wanted] for row in stream.bank], norm, score, self.eps)
-        return self.norm(hidden)
+            return last.mixed(self.output_attn_res_norm, self.output_attn_res_proj, self.norm)
+        return last.normed(self.norm)
+
+    def _receive(self, batch: Batch) -> Stream:
+        """The sum and the banked sums of the previous stage, as one tensor [1 + banked, T, hidden]."""
+        shape = (1 + self.banked, len(batch.tokens), self.input_width)
+        rows = torch.empty(shape, dtype=self.dtype, device=batch.tokens.device)
+        prefix, *bank = self.comm.receive(rows)
+        return Stream(prefix, bank)
 
 
 class KimiForCausalLM(nn.Module):
@@ -123,6 +129,7 @@ class KimiForCausalLM(nn.Module):
         deterministic: use batch-invariant operations only.
         ops: implementation wishes, operation name -> implementation name.
         adapted: official names of the modules that will carry a LoRA adapter (models/lora.py).
+        count_experts: keep counts of what each expert is given; see `expert_load`.
 
     Raises:
         ValueError: a size does not divide over the ranks, or an explicit fusion path or operation is refused.
@@ -140,6 +147,7 @@ class KimiForCausalLM(nn.Module):
         deterministic: bool = False,
         ops: Mapping[str, str] | None = None,
         adapted: Collection[str] = (),
+        count_experts: bool = False,
     ) -> None:
         super().__init__()
         self.config, self.parallel, self.dtype = config, parallel or ParallelConfig(), dtype
@@ -164,11 +172,23 @@ class KimiForCausalLM(nn.Module):
             comm=comm or SingleRank(),
             dtype=dtype,
             device=device,
+            count_experts=count_experts,
         )
         self.model = KimiModel(build)
         if self.model.stage.stop == config.layers:
             self.lm_head = VocabHead(build)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """fp32 logits [W, vocab] of `batch.wanted`; caches (one a layer) are updated in place."""
-        return self.lm_head(self.model(batch, caches))
+        """fp32 logits [W, vocab] of `batch.wanted`, or no row of a stage that hands on.
+
+        Caches (one for each layer of the stage) are updated in place.
+        """
+        hidden = self.model(batch, caches)
+        if self.model.stage.stop < self.config.layers:
+            return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+        return self.lm_head(hidden)
+
+    def expert_load(self) -> dict[int, list[int]]:
+        """Layer -> tokens of this rank's replica that each expert was given; empty if they are not counted."""
+        layers = {int(i): getattr(layer, layer.ffn_name) for i, layer in self.model.layers.items()}
+        return {i: ffn.load.read() for i, ffn in layers.items() if isinstance(ffn, MoeFfn) and ffn.load is not None}

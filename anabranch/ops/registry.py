@@ -22,7 +22,7 @@ Op = Callable[..., torch.Tensor]
 class Ops:
     """Every operation that layers and the sampler call. Contracts are in `ops/<folder>/spec.py`.
 
-    `kda_step`, `kda_inputs`, `mla_step` or `expert_ffn` None: the layer runs the separate operations that it would fuse.
+    `kda_step`, `kda_inputs`, `mla_step` or `expert_ffn` None: the layer runs the operations that it would fuse.
     `prefill_layout` is what kda_prefill wants of kda_inputs; where that is "grouped", `kda_prompt` is its form that
     norms and gates for itself.
     """
@@ -155,6 +155,17 @@ def _latent(config: ModelConfig) -> Verdict:
     return _tile("qk_rope_head_dim", config.mla.rope_dim) if first.ok else first
 
 
+def _cudnn_heads(config: ModelConfig) -> Verdict:
+    sizes = config.mla.qk_dim, config.mla.v_dim
+    if any(size % 64 or size > 256 for size in sizes):
+        return Verdict(False, f"needs attention heads of 64, 128, 192 or 256, they are {sizes[0]} and {sizes[1]}")
+    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    version = torch.backends.cudnn.version() if hopper and torch.backends.cudnn.is_available() else None
+    if not version or version < 91000:
+        return Verdict(False, f"needs cuDNN 9.10 on a Hopper GPU, found {version or 'none'}")
+    return Verdict(True, f"cuDNN {version}")
+
+
 def _ungrouped(config: ModelConfig) -> Verdict:
     groups = config.moe.groups if config.moe else 1
     return Verdict(
@@ -191,7 +202,12 @@ def _skinny(
 IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "linear": (_skinny("skinny"), _REFERENCE, _skinny("segmented", True), _triton(), _DETERMINISTIC),
     # beside the Triton kernel the reference would hold every weight in fp32, so it comes second on a GPU
-    "fp8_linear": (_triton(), _REFERENCE, _DETERMINISTIC),
+    "fp8_linear": (
+        Implementation(name="expanded", device="cuda", package="triton", dtypes=(torch.bfloat16,)),
+        _triton(),
+        _REFERENCE,
+        _DETERMINISTIC,
+    ),
     "batched_linear": (_skinny("skinny"), _REFERENCE, _skinny("segmented", True), _triton(), _DETERMINISTIC),
     # the bits of `segmented` in every mode
     "gemm_low_rank": (_skinny("cuda", True, _low_rank), _REFERENCE, _DETERMINISTIC),
@@ -210,12 +226,13 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "kda_decode": (_triton(_kda_heads), _REFERENCE, _DETERMINISTIC),
     "kda_prefill": (
         Implementation(
-            name="fla",
+            name="cuda",
             device="cuda",
-            package="fla",
-            dtypes=(torch.bfloat16, torch.float16),
-            fits=_kda_heads,
-            layout="rounded",
+            package="triton",
+            native="kda_prefill",
+            dtypes=(torch.bfloat16,),
+            fits=_heads_of_128,
+            layout="grouped",
         ),
         Implementation(
             name="chunked",
@@ -224,6 +241,14 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             dtypes=(torch.bfloat16,),
             fits=_heads_of_128,
             layout="grouped",
+        ),
+        Implementation(
+            name="fla",
+            device="cuda",
+            package="fla",
+            dtypes=(torch.bfloat16, torch.float16),
+            fits=_kda_heads,
+            layout="rounded",
         ),
         _triton(_kda_heads),
         _REFERENCE,
@@ -237,7 +262,15 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     ),
     "mla_write": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
     "mla_decode": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
-    "mla_prefill": (Implementation(name="sdpa", device="cuda"), _triton(_latent), _REFERENCE, _DETERMINISTIC),
+    "mla_prefill": (
+        Implementation(
+            name="cudnn", device="cuda", package="triton", dtypes=(torch.bfloat16, torch.float16), fits=_cudnn_heads
+        ),
+        Implementation(name="sdpa", device="cuda"),
+        _triton(_latent),
+        _REFERENCE,
+        _DETERMINISTIC,
+    ),
     # its shares, and so its bits, know the batch
     "mla_step": (
         Implementation(name="balanced", device="cuda", package="triton", fits=_latent),

@@ -20,7 +20,7 @@ def compiled_prefill(heads: int, gate: int, state: torch.dtype = torch.float32, 
     segments, slots = Segments.of([70] * BATCH, device="meta"), meta(BATCH, dtype=torch.int64)
     chunks = meta(2 * BATCH, dtype=torch.int64) if saves else None
     pool = meta(SLOTS, heads, D, D, dtype=state)
-    call = Prefill(v, segments, slots, pool, chunks, Config(**config))
+    call = Prefill(v, meta(T, heads, D), segments, slots, pool, chunks, Config(**config))
     per_head = (meta(heads * D, dtype=torch.float32), meta(heads, dtype=torch.float32))
     call.run(q, k, meta(T, heads, D), meta(T, heads + 4)[:, :heads], *per_head, gate, -5.0)
 
@@ -49,7 +49,8 @@ def test_one_binary_for_every_batch(compiled):
         segments, tokens = Segments.of(lengths, device="meta"), sum(lengths)
         q, k, v = (t.unflatten(1, (12, D)) for t in meta(tokens, 36 * D).split(12 * D, 1))
         slots = meta(len(lengths), dtype=torch.int64)
-        call = Prefill(v, segments, slots, meta(SLOTS, 12, D, D, dtype=torch.float32))
+        pool = meta(SLOTS, 12, D, D, dtype=torch.float32)
+        call = Prefill(v, meta(tokens, 12, D), segments, slots, pool, config=Config())
         per_head = (meta(12 * D, dtype=torch.float32), meta(12, dtype=torch.float32))
         call.run(q, k, meta(tokens, 12, D), meta(tokens, 12), *per_head, BOUNDED, -5.0)
     assert len({id(kernel) for kernel in compiled}) == 2

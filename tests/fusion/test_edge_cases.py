@@ -14,7 +14,7 @@ from anabranch.config.fusion import KDA_PATHS, MLA_PATHS, FusionConfig
 from anabranch.config.hf import parse_model_config
 from anabranch.config.model import ModelConfig
 from anabranch.config.parallel import ParallelConfig
-from anabranch.engine import llm as llm_module
+from anabranch.engine import build as llm_module
 from anabranch.engine.footprint import meta_model
 from anabranch.engine.verify import verify_graphs
 from anabranch.fusion import counters

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from helpers import ref_tiny
 
-from anabranch.ops.attn_residual.reference import residual_read
+from anabranch.ops.attn_residual.reference import residual_norm, residual_read
 from anabranch.ops.attn_residual.spec import ATTN_RESIDUAL
 from anabranch.ops.gate.reference import sigmoid_gate
+from anabranch.ops.mla import deterministic
 from anabranch.ops.mla import reference as mla
 from anabranch.ops.mla.spec import MLA_PREFILL
 from anabranch.ops.norm.reference import gated_rms_norm, rms_norm
@@ -59,6 +60,35 @@ def test_decode_of_an_empty_slot_is_zero():
     assert o.isfinite().all()
 
 
+@pytest.mark.parametrize("ops", [mla, deterministic])
+def test_write_puts_normed_latents_and_raw_keys_where_the_rows_say(ops):
+    kv, weight, pages = (
+        torch.randn(3, RANK + ROPE + 2)[:, 1:-1],
+        torch.rand(RANK),
+        torch.full((4, PAGE, RANK + ROPE), 7.0),
+    )
+    ops.mla_write(kv, weight, 1e-5, torch.tensor([PAGE + 2, -1, 0]), pages)
+    for i, (page, at) in ((0, (1, 2)), (2, (0, 0))):
+        latent = kv[i, :RANK] * (kv[i, :RANK].square().mean() + 1e-5).rsqrt() * weight
+        torch.testing.assert_close(pages[page, at], torch.cat([latent, kv[i, RANK:]]))
+    pages[1, 2] = pages[0, 0] = 7.0
+    assert (pages[:-1] == 7).all(), "nothing else is written but the page that nobody reads"
+
+
+def test_step_is_the_chain_of_write_attention_and_gate():
+    rows, kv_b, pages, table = setup(7)
+    q, kv, weight, gate = (
+        torch.randn(1, H, NOPE + ROPE),
+        torch.randn(1, RANK + ROPE),
+        torch.rand(RANK),
+        torch.randn(1, H * V),
+    )
+    row = table[6 // PAGE] * PAGE + 6 % PAGE
+    got = mla.mla_step(q, kv, weight, 1e-5, row[None], torch.tensor([7]), table[None], pages, kv_b, lambda: gate)
+    rows[6] = torch.cat([rms_norm(kv[:, :RANK], weight, 1e-5)[0], kv[0, RANK:]])
+    torch.testing.assert_close(got, plain(q, rows, kv_b) * torch.sigmoid(gate), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("eps", [1e-5, 1e-6])
 def test_norm_eps_counts_for_small_latents(eps):
     """Mean square 1e-6: the two public values of the MLA latent eps differ by more than a factor of 2 here."""
@@ -92,6 +122,16 @@ def test_residual_read_equals_the_reference_and_passes_through_an_empty_bank():
     want = ref_tiny.attn_res(prefix, bank, norm, score, 1e-5)
     ATTN_RESIDUAL.equality.check(residual_read(prefix, bank, norm, score, 1e-5), want)
     assert residual_read(prefix, [], norm, score, 1e-5) is prefix
+
+
+def test_residual_norm_is_the_sum_the_read_and_the_norm():
+    prefix, update, bank = torch.randn(5, 12).bfloat16(), torch.randn(5, 12).bfloat16(), [torch.randn(5, 12).bfloat16()]
+    weights = [torch.randn(12).bfloat16(), torch.randn(1, 12).bfloat16(), torch.randn(12).bfloat16()]
+    for added in (update, None):
+        want = prefix if added is None else prefix + added
+        total, y = residual_norm(prefix, added, bank, *weights, 1e-5)
+        assert torch.equal(total, want)
+        assert torch.equal(y, rms_norm(residual_read(want, bank, *weights[:2], 1e-5), weights[2], 1e-5))
 
 
 def test_residual_read_mixes_raw_rows():

@@ -19,7 +19,7 @@ from anabranch.ops.log_softmax.deterministic import log_softmax, pick
 from anabranch.ops.mla import deterministic as mla_ops
 from anabranch.ops.mla import reference as mla_reference
 from anabranch.ops.mla.spec import MLA_PREFILL
-from anabranch.ops.norm.deterministic import gated_rms_norm, l2_norm, rms_norm
+from anabranch.ops.norm.deterministic import add_rms_norm, gated_rms_norm, l2_norm, rms_norm
 from anabranch.ops.segments import Segments
 
 ROWWISE = {
@@ -28,6 +28,8 @@ ROWWISE = {
     "softplus": softplus,
     "fold_sum": lambda x: fold_sum(x)[:, None],
     "rms_norm": lambda x: rms_norm(x, torch.arange(1.0, x.shape[1] + 1), 1e-5),
+    "add_rms_norm": lambda x: torch.cat(add_rms_norm(x, x.flip(1), torch.arange(1.0, x.shape[1] + 1), 1e-5), -1),
+    "mla_write": lambda x: written(x),
     "l2_norm": l2_norm,
     "gated_rms_norm": lambda x: gated_rms_norm(x[:, :12].unflatten(-1, (2, 6)), x[:, 12:24], torch.ones(6), 1e-5),
     "glu": lambda x: glu(x[:, :24], ActivationConfig(name="silu")),
@@ -39,6 +41,15 @@ ROWWISE = {
         residual_norm(x, x.flip(1), [x * 0.3, x], torch.ones(x.shape[1]), x.new_ones(1, 1), x.new_ones(()), 1e-5), -1
     ),
 }
+
+
+def written(kv: torch.Tensor) -> torch.Tensor:
+    """The cache rows of these tokens."""
+    pages = kv.new_zeros(1, len(kv), kv.shape[1])
+    mla_ops.mla_write(kv, torch.arange(1.0, 22.0).to(kv.dtype), 1e-5, torch.arange(len(kv)), pages)
+    return pages[0]
+
+
 torch.manual_seed(0)
 W = torch.randn(9, 29)
 

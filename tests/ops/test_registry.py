@@ -60,12 +60,27 @@ def test_forms_of_one_layer_are_not_mixed_in_deterministic_mode(monkeypatch):
 
 
 def test_a_dtype_or_tap_count_that_a_kernel_does_not_take_is_refused():
-    fla, step = IMPLEMENTATIONS["kda_prefill"][0], IMPLEMENTATIONS["kda_step"][1]
+    fla = next(i for i in IMPLEMENTATIONS["kda_prefill"] if i.name == "fla")
+    step = IMPLEMENTATIONS["kda_step"][1]
     anywhere = replace(fla, package=None)
     assert anywhere.verdict(CONFIG, CUDA, False, torch.bfloat16).ok
     assert anywhere.verdict(CONFIG, CUDA, False, torch.float32).reason == "does not compute in float32"
     other = replace(CONFIG, kda=replace(CONFIG.kda, conv_size=3))
     assert replace(step, package=None).verdict(other, CUDA, False).reason == "needs short_conv_kernel_size=4, it is 3"
+
+
+def test_cudnn_prefill_is_refused_with_the_sizes_and_the_library(monkeypatch):
+    prefill = replace(IMPLEMENTATIONS["mla_prefill"][0], package=None)
+    sizes = "needs attention heads of 64, 128, 192 or 256, they are 24 and 16"
+    assert prefill.verdict(CONFIG, CUDA, False).reason == sizes
+    fitting = replace(CONFIG, mla=replace(CONFIG.mla, nope_dim=128, rope_dim=64, v_dim=128))
+    assert prefill.verdict(fitting, CUDA, False).reason == "needs cuDNN 9.10 on a Hopper GPU, found none"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    for version, ok in ((91002, True), (90500, False)):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        assert prefill.verdict(fitting, CUDA, False).ok == ok
 
 
 def test_native_kernels_are_refused_with_the_device_and_the_shape(monkeypatch):

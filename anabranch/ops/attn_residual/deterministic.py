@@ -5,4 +5,4 @@ from functools import partial
 from anabranch.ops.arithmetic import fold_sum
 from anabranch.ops.attn_residual import reference
 
-residual_read = partial(reference.residual_read, total=fold_sum)
+residual_norm = partial(reference.residual_norm, total=fold_sum)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from anabranch.ops.arithmetic import row_sum
+from anabranch.ops.norm.reference import rms_norm
 
 
 def residual_read(
@@ -24,3 +25,18 @@ def residual_read(
     raised = torch.exp(logits - logits.amax(-1, keepdim=True))
     p = raised / total(raised).unsqueeze(-1)
     return total((p.unsqueeze(-1) * rows).transpose(1, 2)).to(prefix.dtype)
+
+
+def residual_norm(
+    prefix: torch.Tensor,
+    update: torch.Tensor | None,
+    bank: Sequence[torch.Tensor],
+    norm: torch.Tensor,
+    score: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    total: Callable[[torch.Tensor], torch.Tensor] = row_sum,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(prefix + update, rms_norm of the read that the sum takes part in), each step rounded to the model dtype."""
+    summed = prefix if update is None else prefix + update
+    return summed, rms_norm(residual_read(summed, bank, norm, score, eps, total), weight, eps, total)

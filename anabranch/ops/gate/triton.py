@@ -21,6 +21,15 @@ def exp32(x):
 
 
 @triton.jit
+def log32(x):
+    """Natural logarithm of fp32, as exp32 is accurate."""
+    if _LIBDEVICE:
+        return libdevice.log(x)
+    else:
+        return tl.log(x)
+
+
+@triton.jit
 def sigmoid32(x):
     """1 / (1 + exp(-x)) of fp32, each step rounded as IEEE 754 does."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + exp32(-x))

@@ -5,16 +5,20 @@ depend on its own rows alone: a block that it may not see, or sees in part, adds
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from anabranch.ops.arithmetic import fold_sum
 from anabranch.ops.linear.deterministic import batched_linear
+from anabranch.ops.mla import reference
 from anabranch.ops.mla.reference import cached_rows
 from anabranch.ops.segments import Segments
 
 BLOCK = 64
 PRODUCTS = 1 << 22  # most fp32 products held at once
+
+mla_write = partial(reference.mla_write, total=fold_sum)
 
 
 def mla_prefill(

@@ -1,7 +1,12 @@
 """Latent attention in plain PyTorch. See spec.py for shapes."""
 
+from collections.abc import Callable
+
 import torch
 
+from anabranch.ops.arithmetic import row_sum
+from anabranch.ops.gate.reference import sigmoid_gate
+from anabranch.ops.norm.reference import rms_norm
 from anabranch.ops.segments import Segments
 
 QUERY_BLOCK = 256  # bounds the score matrix of a long prompt
@@ -12,6 +17,21 @@ def cached_rows(pages: torch.Tensor, block_table: torch.Tensor, length: int) -> 
     page = pages.shape[1]
     used = block_table[: -(-length // page)]
     return pages[used].flatten(0, 1)[:length]
+
+
+def mla_write(
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rows: torch.Tensor,
+    pages: torch.Tensor,
+    total: Callable[[torch.Tensor], torch.Tensor] = row_sum,
+) -> None:
+    """A fixed number of writes: tokens without a row land in the last page, which nobody reads."""
+    latent, shared = kv.split([weight.shape[0], kv.shape[1] - weight.shape[0]], -1)
+    new = torch.cat([rms_norm(latent, weight, eps, total), shared], -1)
+    flat = pages.view(-1, pages.shape[-1])
+    flat.index_copy_(0, torch.where(rows >= 0, rows, flat.shape[0] - 1), new.to(pages.dtype))
 
 
 def mla_prefill(
@@ -67,3 +87,21 @@ def mla_decode(
             p = torch.softmax((query[b] @ rows.mT).float() * q.shape[-1] ** -0.5, -1).to(q.dtype)
             mixed[b] = p @ rows[:, :rank]
     return torch.einsum("bhr,hdr->bhd", mixed, kv_b[:, nope:]).flatten(1)
+
+
+def mla_step(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rows: torch.Tensor,
+    totals: torch.Tensor,
+    block_table: torch.Tensor,
+    pages: torch.Tensor,
+    kv_b: torch.Tensor,
+    gate: Callable[[], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """The chain that the step stands for."""
+    mla_write(kv, weight, eps, rows, pages)
+    o = mla_decode(q, totals, block_table, pages, kv_b)
+    return o if gate is None else sigmoid_gate(o, gate())

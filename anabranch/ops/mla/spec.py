@@ -1,6 +1,9 @@
 """Contracts of latent attention. T or B query tokens, H local heads, r latent width, R = r + rope cache row width."""
 
-from anabranch.ops.spec import OpSpec, tolerance
+from collections.abc import Sequence
+
+from anabranch.ops.norm.spec import RMS_NORM
+from anabranch.ops.spec import Floor, OpSpec, tolerance
 
 _SHARED = {
     "q": "model dtype [tokens, H, nope + rope]",
@@ -8,6 +11,21 @@ _SHARED = {
     "pages": "model dtype [pages, page size, R]: normed latent, then the raw shared key",
     "kv_b": "model dtype [H, nope + v, r]: key rows, then value rows",
 }
+
+_WRITE = {
+    "kv": "model dtype [T, R], unit inner stride, any row stride: raw latent, then the shared key",
+    "weight": "model dtype [r]: of the latent's norm, with `eps`",
+    "rows": "int64 [T]: page * page size + offset of each token's cache row; negative is none",
+}
+
+MLA_WRITE = OpSpec(
+    name="mla_write",
+    inputs={**_WRITE, "pages": _SHARED["pages"]},
+    outputs={"pages": "in place; a token without a row writes nothing, or the last page, which nobody reads"},
+    constraints=("rms_norm's rounding: the normed value before the weight", "a row appears once in a batch"),
+    equality=RMS_NORM.equality,
+    source="model_spec section 5, P10",
+)
 
 MLA_PREFILL = OpSpec(
     name="mla_prefill",
@@ -26,3 +44,24 @@ MLA_DECODE = OpSpec(
     equality=tolerance(2e-6, 2e-2),
     source="model_spec section 5, absorbed form; DeepSeek-V2, arXiv 2405.04434",
 )
+
+MLA_STEP = OpSpec(
+    name="mla_step",
+    inputs={
+        **_WRITE,
+        **_SHARED,
+        "totals": MLA_DECODE.inputs["totals"],
+        "gate": "None, or a function that gives the logits, model dtype [B, H * v], once attention is under way",
+    },
+    outputs={"o": "model dtype [B, H * v], gated; zero where the total is 0", "pages": "as mla_write leaves them"},
+    constraints=("mla_write, mla_decode and gate, rounded where these round", "the order of sums depends on the batch"),
+    equality=MLA_DECODE.equality,
+    source="model_spec section 5, absorbed form",
+)
+
+
+def decode_floor(totals: Sequence[int], heads: int, rank: int = 512, rope: int = 64, value: int = 128) -> Floor:
+    """Cache rows and, once each, weights, queries, new rows and outputs."""
+    rows, tokens = sum(totals), len(totals)
+    moved = rows * (rank + rope) + heads * 2 * value * rank + tokens * ((rank + rope) + heads * (3 * value + rope))
+    return Floor(bytes=2 * moved, flops=2 * rows * heads * (2 * rank + rope))

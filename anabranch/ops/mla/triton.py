@@ -10,11 +10,28 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.ops.norm.triton import fixed_layout
 from anabranch.ops.segments import Segments
 
 PROGRAMS = 132  # one for each multiprocessor of an H200: more splits than that are walked, not launched
 STAGES = 5  # page numbers two pages ahead, rows in two buffers
+WRITE_WARPS = 2
 PARTIAL_BYTES = 256 << 20  # bounds what a long prompt's splits hold at once
+
+
+def mla_write(kv: torch.Tensor, weight: torch.Tensor, eps: float, rows: torch.Tensor, pages: torch.Tensor) -> None:
+    """See spec.py: one launch, one program a token, so that a row's bits are its own."""
+    kv = fixed_layout(kv)
+    if len(kv):
+        rank, width = weight.shape[0], kv.shape[1]
+        sizes = (kv.stride(0), rows.stride(0), pages.stride(0), eps)
+        _write[(len(kv),)](
+            *(kv, weight, rows, pages, *sizes),
+            RANK=rank,
+            ROPE=width - rank,
+            PAGE=pages.shape[1],
+            num_warps=WRITE_WARPS,
+        )
 
 
 def mla_decode(
@@ -106,7 +123,7 @@ def _mixture(
         SPLIT_PAGES=split_pages,
         HEADS=block,
         num_warps=8,
-        num_stages=STAGES,
+        num_stages=STAGES if q.dtype.itemsize == 2 else 1,  # fp32 rows fill shared memory
     )
     mixed = torch.empty(requests, heads, rank, dtype=q.dtype, device=q.device)
     columns = min(rank, 256)
@@ -120,6 +137,30 @@ def _mixture(
         num_warps=4,
     )
     return mixed
+
+
+@triton.jit
+def write_row(kv, weight, row, pages, page_pitch, eps, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr):
+    """The normed latent and the raw shared key of one token to cache row `row`, unless that is negative."""
+    if row >= 0:
+        r, e = tl.arange(0, RANK), tl.arange(0, ROPE)
+        to = pages + (row // PAGE) * page_pitch + (row % PAGE) * (RANK + ROPE)
+        latent = tl.load(kv + r)
+        latent32 = latent.to(tl.float32)
+        normed = latent32 * tl.rsqrt(tl.sum(latent32 * latent32, 0) / RANK + eps)
+        w = tl.load(weight + r).to(latent.dtype).to(tl.float32)
+        tl.store(to + r, (normed.to(latent.dtype).to(tl.float32) * w).to(latent.dtype))
+        tl.store(to + RANK + e, tl.load(kv + RANK + e))
+
+
+@triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["rows"])
+def _write(
+    kv, weight, rows, pages, kv_stride, row_stride, page_pitch, eps,
+    RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + token * row_stride)
+    write_row(kv + token * kv_stride, weight, row, pages, page_pitch, eps, RANK, ROPE, PAGE)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -156,6 +197,34 @@ def _head_gemm(
     tl.store(y + (t[:, None] * heads + h) * N + n[None, :], acc.to(y.dtype.element_ty), inside)
 
 
+@triton.jit
+def attend_tiles(
+    latent_q, shared_q, pages, table, entry_stride, page_pitch, total, first, last, scale,
+    RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Tiles first .. last of ROWS cache rows against all heads: mixture [head, RANK], largest score, sum of weights."""
+    r, e, n = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, ROWS)
+    top = tl.full([latent_q.shape[0]], float("-inf"), tl.float32)
+    norm = tl.zeros([latent_q.shape[0]], tl.float32)
+    mix = tl.zeros([latent_q.shape[0], RANK], tl.float32)
+    for j in range(first, last):
+        page = tl.load(table + (j * ROWS // PAGE) * entry_stride)
+        rows = pages + page * page_pitch + (j * ROWS % PAGE + n)[:, None] * (RANK + ROPE)
+        seen = j * ROWS + n < total
+        # rows not yet written may hold anything: zero times NaN is NaN
+        latent = tl.load(rows + r[None, :], seen[:, None], other=0.0)
+        shared = tl.load(rows + RANK + e[None, :], seen[:, None], other=0.0)
+        score = tl.dot(latent_q, latent.T, input_precision="ieee")
+        score = tl.dot(shared_q, shared.T, score, input_precision="ieee") * scale
+        score = tl.where(seen[None, :], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        p, keep = tl.exp2(score - new_top[:, None]), tl.exp2(top - new_top)
+        norm = norm * keep + tl.sum(p, 1)
+        mix = tl.dot(p.to(latent.dtype), latent, mix * keep[:, None], input_precision="ieee")
+        top = new_top
+    return mix, top, norm
+
+
 @triton.jit(
     do_not_specialize=["table_stride", "total_stride", "splits"],
     do_not_specialize_on_alignment=["table", "totals"],
@@ -186,31 +255,17 @@ def _attend_splits(
 ):
     b = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    r, e, n = tl.arange(0, RANK), tl.arange(0, ROPE), tl.arange(0, PAGE)
+    r, e = tl.arange(0, RANK), tl.arange(0, ROPE)
     real = h < H
     total = tl.load(totals + b * total_stride)
     used = tl.cdiv(total, PAGE)
     latent_q = tl.load(absorbed + (b * H + h[:, None]) * RANK + r[None, :], real[:, None], other=0.0)
     shared_q = tl.load(q + b * q_token + h[:, None] * q_head + NOPE + e[None, :], real[:, None], other=0.0)
     for split in range(tl.program_id(0), tl.cdiv(used, SPLIT_PAGES), tl.num_programs(0)):
-        top = tl.full([HEADS], float("-inf"), tl.float32)
-        norm = tl.zeros([HEADS], tl.float32)
-        mix = tl.zeros([HEADS, RANK], tl.float32)
-        for j in range(split * SPLIT_PAGES, tl.minimum(used, (split + 1) * SPLIT_PAGES)):
-            page = tl.load(table + b * table_stride + j * entry_stride)
-            rows = pages + page * page_pitch + n[:, None] * (RANK + ROPE)
-            seen = j * PAGE + n < total
-            # rows not yet written may hold anything: zero times NaN is NaN
-            latent = tl.load(rows + r[None, :], seen[:, None], other=0.0)
-            shared = tl.load(rows + RANK + e[None, :], seen[:, None], other=0.0)
-            score = tl.dot(latent_q, latent.T, input_precision="ieee")
-            score = tl.dot(shared_q, shared.T, score, input_precision="ieee") * scale
-            score = tl.where(seen[None, :], score, float("-inf"))
-            new_top = tl.maximum(top, tl.max(score, 1))
-            p, keep = tl.exp2(score - new_top[:, None]), tl.exp2(top - new_top)
-            norm = norm * keep + tl.sum(p, 1)
-            mix = tl.dot(p.to(latent.dtype), latent, mix * keep[:, None], input_precision="ieee")
-            top = new_top
+        mix, top, norm = attend_tiles(
+            latent_q, shared_q, pages, table + b * table_stride, entry_stride, page_pitch, total,
+            split * SPLIT_PAGES, tl.minimum(used, (split + 1) * SPLIT_PAGES), scale, RANK, ROPE, PAGE, PAGE,
+        )  # fmt: skip
         at = (b * splits + split) * H + h
         tl.store(acc + at[:, None] * RANK + r[None, :], mix, real[:, None])
         tl.store(stats + at * 2, top, real)

@@ -14,6 +14,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, total: Total = r
     return _normed(x.float(), eps, total).to(x.dtype) * weight.to(x.dtype)
 
 
+def add_rms_norm(
+    x: torch.Tensor, update: torch.Tensor, weight: torch.Tensor, eps: float, total: Total = row_sum
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + update, rms_norm of it); the sum is rounded to x's dtype before it is normed."""
+    added = x + update
+    return added, rms_norm(added, weight, eps, total)
+
+
 def l2_norm(x: torch.Tensor, total: Total = row_sum) -> torch.Tensor:
     """Per head unit length in fp32: x / sqrt(sum(x^2) + 1e-6). The eps is added to the SUM, not to the mean."""
     x32 = x.float()

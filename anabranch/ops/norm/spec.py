@@ -11,6 +11,15 @@ RMS_NORM = OpSpec(
     source="released Kimi-Linear modeling code; model_spec section 3",
 )
 
+ADD_RMS_NORM = OpSpec(
+    name="add_rms_norm",
+    inputs={"x, update": "model dtype [T, W], unit inner stride, any row stride", "weight": "as rms_norm"},
+    outputs={"total": "model dtype [T, W], dense: x + update", "y": "model dtype [T, W], dense: rms_norm of total"},
+    constraints=("the sum is rounded before it is normed", "BITWISE the two operations it stands for"),
+    equality=RMS_NORM.equality,
+    source="released Kimi-Linear modeling code: residual add, then norm",
+)
+
 GATED_RMS_NORM = OpSpec(
     name="gated_rms_norm",
     inputs={"x": "model dtype [T, H, D]", "gate": "model dtype [T, H*D], any row stride", "weight": "fp32 [D]"},

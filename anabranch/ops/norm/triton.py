@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.ops.early import ahead, hopper
 from anabranch.ops.gate.triton import sigmoid32
 
 _HEADS = 16  # (token, head) rows of one program of the per-head norms
@@ -23,7 +24,11 @@ def fixed_layout(x: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
-def _rms_norm(x, update, weight, total, y, width, x_stride, update_stride, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x, update, weight, total, y, width, x_stride, update_stride, eps,
+    ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    ahead(EARLY)  # itself launched plainly: behind everything before it
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -50,7 +55,8 @@ def _launch_rms_norm(
         block = triton.next_power_of_2(width)
         warps = max(1, min(8, block // 512))
         strides = (x.stride(0), update.stride(0))
-        _rms_norm[(rows,)](x, update, weight, total, y, width, *strides, eps, ADD=add, BLOCK=block, num_warps=warps)
+        options = {"ADD": add, "BLOCK": block, "EARLY": hopper(), "num_warps": warps}
+        _rms_norm[(rows,)](x, update, weight, total, y, width, *strides, eps, **options)
     return y
 
 
