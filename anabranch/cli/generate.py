@@ -3,11 +3,15 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from anabranch.cli import options
+
+if TYPE_CHECKING:
+    from anabranch.engine.llm import LLM
+    from anabranch.engine.sampling import SamplingParams
 
 
 def generate(
@@ -32,6 +36,10 @@ def generate(
     mla_norm_eps: options.MlaNormEps = None,
     max_len: options.MaxLen = 4096,
     lora: options.Lora = None,
+    tp: options.Tp = 1,
+    dp_attention: options.DpAttention = 1,
+    ep: options.Ep = 1,
+    pp: options.Pp = 1,
 ) -> None:
     """Complete a prompt; text streams to standard output."""
     from anabranch import LLM, FusionConfig, SamplingParams
@@ -47,20 +55,31 @@ def generate(
         ignore_eos=ignore_eos,
     )
     text = read_prompt(prompt, file)
-    llm = LLM(
-        model,
-        dtype=dtype,
-        device=device,
-        fusion=FusionConfig.parse(fusion or []),
-        ops=options.parse_ops(op or []),
-        deterministic=deterministic,
-        load_format=load_format,
-        mla_norm_eps=mla_norm_eps,
-        max_len=max_len,
-        max_seqs=1,
-        lora=lora,
-        progress=sys.stderr.isatty(),
-    )
+    with (
+        options.one_line_failures(),
+        LLM(
+            model,
+            dtype=dtype,
+            device=device,
+            fusion=FusionConfig.parse(fusion or []),
+            ops=options.parse_ops(op or []),
+            deterministic=deterministic,
+            load_format=load_format,
+            mla_norm_eps=mla_norm_eps,
+            max_len=max_len,
+            max_seqs=1,
+            lora=lora,
+            progress=sys.stderr.isatty(),
+            tp=tp,
+            dp_attention=dp_attention,
+            ep=ep,
+            pp=pp,
+        ) as llm,
+    ):
+        _answer(llm, text, params, as_json)
+
+
+def _answer(llm: "LLM", text: str, params: "SamplingParams", as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(as_document(llm.generate([text], params)[0]), ensure_ascii=False))
         return

@@ -1,5 +1,8 @@
 """Options that several verbs share, so that they read and default alike."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +34,12 @@ Lora = Annotated[
     Path | None,
     typer.Option(help="Directory of a PEFT LoRA adapter on attention projections, applied to every answer."),
 ]
+Tp = Annotated[int, typer.Option(help="Ranks of one pipeline stage, each with a GPU of its own.")]
+DpAttention = Annotated[int, typer.Option(help="Attention replicas that share the tp ranks.")]
+Ep = Annotated[int, typer.Option(help="Groups of ranks that each hold whole experts.")]
+Pp = Annotated[int, typer.Option(help="Pipeline stages.")]
+RankTimeout = Annotated[float, typer.Option(help="Seconds that one step may take before the job is ended.")]
+ExpertLoad = Annotated[bool, typer.Option("--expert-load", help="Count the tokens that each expert is given.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", "-n", help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling.")]
@@ -43,6 +52,20 @@ Op = Annotated[
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="Batch-invariant operations: bits depend on the request alone.")
 ]
+
+
+@contextmanager
+def one_line_failures() -> Iterator[None]:
+    """An engine or a rank that has failed is told in one line, with status 1."""
+    from anabranch.engine.messages import EngineFailed, RankFailed
+
+    try:
+        yield
+    except EngineFailed as failure:
+        typer.echo(f"error: {failure}", err=True)
+        if isinstance(failure, RankFailed):
+            os._exit(1)  # at an ordinary end a GPU library may wait for the rank that has gone
+        raise typer.Exit(1) from None
 
 
 def parse_ops(items: list[str]) -> dict[str, str]:

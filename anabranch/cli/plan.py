@@ -115,6 +115,7 @@ def plan_document(
         "state_dtype": state_dtype,
         "prologues": [asdict(report) for report in _prologues(config, stages)],
         "place": place,
+        "ranks": [_rank(config, layout, i) for i in range(layout.world) if rank in (None, i)],
         "footprints": [asdict(f) for f in footprints if rank is None or f.ranks[0] <= rank <= f.ranks[1]],
         "weight_bytes_all_ranks": layout.tp * sum(f.weight_bytes for f in footprints),
         "capacity": fit,
@@ -136,6 +137,24 @@ def parse_bytes(text: str) -> int:
     if not found or found[2] not in _UNITS:
         raise ValueError(f"memory={text!r}: need a number and one of {', '.join(unit for unit in _UNITS if unit)}")
     return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _rank(config: "ModelConfig", layout: "Layout", rank: int) -> dict[str, Any]:
+    """What one rank holds: heads by attention-TP, layers [first, behind) by stage, whole experts by ep."""
+    from anabranch.parallel.layout import stage_layers
+
+    place = layout.rank(rank)
+    layers = stage_layers(config.layers, place.pp_size, place.pp_rank)
+    experts = config.moe.experts // place.ep_size if config.moe else 0
+    return {
+        "rank": rank,
+        "replica": place.dp_rank,
+        "layers": [layers.start, layers.stop],
+        "kda_heads": config.kda.heads // place.attn_tp_size,
+        "mla_heads": config.mla.heads // place.attn_tp_size,
+        "experts": [place.ep_rank * experts, (place.ep_rank + 1) * experts],
+        "samples": place.samples,
+    }
 
 
 def _model(config: "ModelConfig") -> dict[str, Any]:
@@ -182,7 +201,10 @@ def _print(document: dict[str, Any]) -> None:
     )
     console.print(f"dtype: {document['dtype']}, recurrent state {document['state_dtype']}")
     for prologue in document["prologues"]:
-        console.print(f"\n{prologue['kind'].upper()} prologue, {model[prologue['kind'] + '_layers']} layers")
+        kind = prologue["kind"]
+        heads = f"{document['ranks'][0][kind + '_heads']} of {model[kind + '_heads']} heads on every rank"
+        shown = f", {heads}" if layout["ranks"] > 1 else ""
+        console.print(f"\n{kind.upper()} prologue, {model[kind + '_layers']} layers{shown}")
         console.print(*_buffer_lines(prologue), sep="\n")
         console.print(_path_table(prologue))
         console.print(f"  chosen: {prologue['chosen']} ({prologue['reason']})")

@@ -1,5 +1,6 @@
 """`anabranch serve`: an OpenAI-compatible server."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -45,8 +46,14 @@ def serve(
     load_format: options.LoadFormat = "auto",
     mla_norm_eps: options.MlaNormEps = None,
     lora: options.Lora = None,
+    tp: options.Tp = 1,
+    dp_attention: options.DpAttention = 1,
+    ep: options.Ep = 1,
+    pp: options.Pp = 1,
+    rank_timeout: options.RankTimeout = 120.0,
+    expert_load: options.ExpertLoad = False,
 ) -> None:
-    """Serve the model over HTTP with the OpenAI API."""
+    """Serve the model over HTTP with the OpenAI API; under torchrun the first rank does."""
     from anabranch import FusionConfig
     from anabranch.server.process import listen
     from anabranch.server.settings import ServerSettings
@@ -64,18 +71,11 @@ def serve(
         drain_s=drain,
         profile_dir=profile_dir,
     )
-    sock = listen(settings)  # before the weights are read: a port in use is told at once
-    llm = {
-        "dtype": dtype,
-        "device": device,
+    llm: dict[str, Any] = {"dtype": dtype, "device": device} | {
         "fusion": FusionConfig.parse(fusion or []),
         "ops": options.parse_ops(op or []),
         "deterministic": deterministic,
         "load_format": load_format,
-        "max_seqs": max_seqs,
-        "max_len": max_len,
-        "prefill_chunk": prefill_chunk,
-        "prefix_cache": prefix_cache,
         "memory_fraction": memory_fraction,
         "eager": eager,
         "graph_sizes": options.parse_sizes(graph_sizes),
@@ -84,24 +84,28 @@ def serve(
         "lora": lora,
         "progress": sys.stderr.isatty(),
     }
-    _serve(model, llm, settings, sock)
+    llm |= {"tp": tp, "dp_attention": dp_attention, "ep": ep, "pp": pp, "rank_timeout": rank_timeout}
+    llm["expert_load"] = expert_load
+    llm |= {"max_seqs": max_seqs, "max_len": max_len, "prefill_chunk": prefill_chunk, "prefix_cache": prefix_cache}
+    with options.one_line_failures():
+        if tp * pp > 1 and int(os.environ.get("RANK", "0")):
+            from anabranch import LLM
+
+            LLM(model, **llm)  # computes what the first rank says until the job ends, and exits
+        # before the weights are read: a port in use is told at once
+        _serve(model, llm, settings, listen(settings))
 
 
 def _serve(model: Path, llm: dict[str, Any], settings: "ServerSettings", sock: "socket.socket") -> None:
-    from anabranch.engine.messages import EngineFailed
     from anabranch.engine.process import EngineProcess
     from anabranch.engine.service import EngineService
     from anabranch.models.tokenizer import Tokenizer, has_tokenizer
     from anabranch.server.app import create_app
     from anabranch.server.process import run
 
-    try:
-        with EngineProcess(model, llm) as engine:
-            # while the engine loads
-            tokenizer = None if llm["load_format"] == "dummy" and not has_tokenizer(model) else Tokenizer.load(model)
-            engine.load()
-            typer.echo(engine.facts.memory, err=True)
-            run(create_app(EngineService(engine), tokenizer, settings), sock)
-    except EngineFailed as failure:
-        typer.echo(f"error: {failure}", err=True)
-        raise typer.Exit(1) from None
+    with EngineProcess(model, llm) as engine:
+        # while the engine loads
+        tokenizer = None if llm["load_format"] == "dummy" and not has_tokenizer(model) else Tokenizer.load(model)
+        engine.load()
+        typer.echo(engine.facts.memory, err=True)
+        run(create_app(EngineService(engine), tokenizer, settings), sock)

@@ -36,3 +36,17 @@ class ParallelConfig:
     @property
     def moe_tp_rank(self) -> int:
         return self.tp_rank % self.moe_tp_size
+
+    @property
+    def dp_size(self) -> int:
+        """Attention replicas that share the tp ranks."""
+        return self.tp_size // self.attn_tp_size
+
+    @property
+    def dp_rank(self) -> int:
+        return self.tp_rank // self.attn_tp_size
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank turns its replica's logits into tokens: the first one of the last stage."""
+        return self.attn_tp_rank == 0 and self.pp_rank == self.pp_size - 1

@@ -43,6 +43,7 @@ class EngineOptions:
     seed: int = 0
     progress: bool = False
     rank_timeout: float = 120.0
+    expert_load: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_seqs", "max_len", "prefill_chunk"):
@@ -89,6 +90,7 @@ def build_runner(path: Path, options: EngineOptions, peers: Peers, vocab: int | 
         seed=options.seed,
         mla_norm_eps=options.mla_norm_eps,
         lora=options.lora,
+        count_experts=options.expert_load,
         progress=options.progress,
     )
     max_len = min(options.max_len, model.config.max_context)

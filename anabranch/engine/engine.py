@@ -100,6 +100,14 @@ class Engine:
             if request.finish_reason is None and self._take(request, depth, result)
         ]
 
+    def flush(self) -> bool:
+        """Forget cached prefixes; False if there is no prefix cache."""
+        caches = [engine.scheduler.prefix for engine in self.replicas]
+        for cache in caches:
+            if cache is not None:
+                cache.flush()
+        return None not in caches
+
     def abort(self, request: Request) -> None:
         """Drop a request and free what it holds."""
         if request.finish_reason is None:

@@ -82,8 +82,23 @@ def _document(llm: LLM) -> dict[str, Any]:
             for name, (implementation, reason) in model.selection.chosen.items()
         },
         "adapter": _adapter(llm),
+        "counts_experts": bool(llm.model.expert_load()),
         "footprint": asdict(footprint(model, layout, llm.engine.runner.cache.shape.state_dtype)),
         "memory": asdict(llm.memory),
+    }
+
+
+def load_document(llm: LLM) -> dict[str, Any]:
+    """Tokens that every expert was given, and how evenly that loads the ranks: the largest share over the mean."""
+    layers, parts = llm.expert_load(), llm.model.parallel.ep_size
+    shares = [0] * parts
+    for counts in layers.values():
+        each = len(counts) // parts
+        shares = [share + sum(counts[i * each : (i + 1) * each]) for i, share in enumerate(shares)]
+    return {
+        "tokens": {str(layer): counts for layer, counts in layers.items()},
+        "by_ep_rank": shares,
+        "imbalance": max(shares) * parts / sum(shares) if sum(shares) else None,
     }
 
 

@@ -37,7 +37,7 @@ class Fleet:
         self._replicas = [[r for r in layout.replica(i) if r] for i in range(layout.dp_attention)]
         self.facts: dict[int, dict[str, Any]] = {}
         # before multiprocessing waits for its children
-        self.close = Finalize(self, _end, (hub, processes), exitpriority=100)
+        self.close = Finalize(self, _end, (hub, processes, device.type == "cuda"), exitpriority=100)
 
     def members(self, dp_rank: int) -> Sequence[int]:
         """The ranks of an attention replica, over all stages, without this one."""
@@ -85,15 +85,17 @@ class Fleet:
             self.hub.send(rank, packed)
 
 
-def _end(hub: Hub, processes: Mapping[int, BaseProcess]) -> None:
+def _end(hub: Hub, processes: Mapping[int, BaseProcess], on_cuda: bool) -> None:
     """Tell every rank to stop, and leave none behind."""
     hub.close()
     if hub.failure is not None:
         hub.kill()
+    else:  # NCCL lets go of its groups only with everyone
+        leave()
     for process in processes.values():
         process.join(_END_S)
         if process.is_alive():
             process.kill()
             process.join()
-    if hub.failure is None:  # a group that has lost a member may wait for it
+    if not on_cuda:  # NCCL may wait for a member that has gone
         leave()

@@ -69,7 +69,9 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """Record every size. The cache is not written: every row is without a slot meanwhile."""
-        pool, stream = None, torch.cuda.Stream(self.device)
+        pool, stream, parallel = None, torch.cuda.Stream(self.device), self.model.parallel
+        # the watchdog of a process group asks for its events from a thread of its own
+        mode = "thread_local" if parallel.tp_size * parallel.pp_size > 1 else "global"
         for size in reversed(self.sizes):
             fields = self._host([], size, self.width).to(self.device)
             batch = self._batch(fields)
@@ -79,7 +81,7 @@ class DecodeGraphs:
                     self._pick(self.model(batch, self.cache.layers))
             torch.cuda.current_stream(self.device).wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
                 logits = self.model(batch, self.cache.layers)
                 picked = self._pick(logits)
             pool = pool or graph.pool()

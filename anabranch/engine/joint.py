@@ -113,6 +113,11 @@ class JointEngine(Engine):
         self.fleet.hub.busy(False)
         return progressed
 
+    def drain(self) -> None:
+        """End the steps that are under way, and begin none."""
+        while self._steps:
+            self._end(self._steps.popleft())
+
     def abort(self, request: Request) -> None:
         """Drop a request and free what it holds; a step under way computes it in vain."""
         Engine.abort(self._home.pop(request, self), request)

@@ -46,6 +46,10 @@ class Post:
         self._done, self._began = self._done + 1, time.monotonic()
         return order
 
+    def unhurried(self) -> None:
+        """This order may take as long as it likes."""
+        self._began = 0.0
+
     def send(self, message: Any) -> None:
         """What came of an order."""
         wire.send(self.orders, message)

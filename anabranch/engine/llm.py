@@ -1,6 +1,7 @@
 """Offline inference in the habit of this field: LLM(path).generate([...])."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
 from anabranch.models.chat import ChatRenderer
 from anabranch.models.tokenizer import Tokenizer, has_tokenizer
-from anabranch.models.update import update_weights
+from anabranch.models.update import stored_weights, update_weights
 from anabranch.parallel.layout import Layout
 
 
@@ -83,6 +84,7 @@ class LLM:
         ep: groups of ranks that each hold whole experts.
         pp: pipeline stages.
         rank_timeout: seconds that a rank may spend on one step before the job is ended.
+        expert_load: count the tokens that each expert is given.
 
     Raises:
         ValueError: a wrong option, config or checkpoint; one line that names it.
@@ -116,6 +118,7 @@ class LLM:
         ep: int = 1,
         pp: int = 1,
         rank_timeout: float = 120.0,
+        expert_load: bool = False,
     ) -> None:
         options = EngineOptions(
             dtype=dtype,
@@ -137,6 +140,7 @@ class LLM:
             seed=seed,
             progress=progress,
             rank_timeout=rank_timeout,
+            expert_load=expert_load,
         )
         self.path, self.lora = Path(model), None if lora is None else Path(lora)
         layout = Layout(tp=tp, dp_attention=dp_attention, ep=ep, pp=pp)
@@ -144,7 +148,11 @@ class LLM:
             layout.check(load_model_config(self.path))
         self.tokenizer = None if load_format == "dummy" and not has_tokenizer(self.path) else Tokenizer.load(self.path)
         self.fleet = muster(layout, self.path, options) if layout.world > 1 else None
-        self.engine = self._engine(options)
+        try:
+            self.engine = self._engine(options)
+        except BaseException:
+            self.close()
+            raise
         self._ids = count()
 
     def _engine(self, options: EngineOptions) -> Engine:
@@ -170,10 +178,26 @@ class LLM:
         eos_ids = self.model.config.eos_ids
         return JointEngine(runner, fleet, eos_ids, self.max_len, options.prefill_chunk, options.prefix_cache)
 
+    def expert_load(self) -> dict[int, list[int]]:
+        """Layer -> tokens that each expert was given by all replicas; empty without the option `expert_load`."""
+        total: dict[int, list[int]] = {}
+        others = [] if self.fleet is None else self.fleet.call("expert_load")
+        for load in (self.model.expert_load(), *others):
+            for layer, counts in load.items():
+                sums = total.get(layer, [0] * len(counts))
+                total[layer] = [a + b for a, b in zip(sums, counts, strict=True)]
+        return dict(sorted(total.items()))
+
     def close(self) -> None:
         """End the other ranks, if there are any; the LLM can compute no more then."""
-        if self.fleet is not None:
-            self.fleet.close()
+        if self.fleet is None:
+            return
+        engine = getattr(self, "engine", None)  # not there when the start failed
+        if isinstance(engine, JointEngine) and self.fleet.hub.failure is None and self.fleet.close.still_active():
+            with suppress(RuntimeError, OSError, EOFError):
+                engine.drain()
+            engine.runner.graphs = None  # the groups must not be let go of before them
+        self.fleet.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -237,29 +261,38 @@ class LLM:
         """The assistant's next turn."""
         return self.generate([self.chat_prompt(messages, **options)], params)[0]
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> int:
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]] | Path) -> int:
         """Overwrite weights of the running model in place, all of them or none, and forget cached prefixes.
 
         Args:
-            weights: (name, unsharded tensor), as in `models.update.update_weights`. What is not named stays.
+            weights: (name, unsharded tensor), as in `models.update.update_weights`, or a checkpoint directory, which
+                every rank reads by itself. What is not named stays.
 
         Returns:
-            How many weights were written.
+            How many weights were written here; other ranks may hold others.
 
         Raises:
             ValueError: requests are running or waiting (their states belong to the old weights: finish or abort them
                 first), or a name, shape, dtype or value is refused. The model is then unchanged.
         """
         if self.engine.busy:
-            scheduler = self.engine.scheduler
+            schedulers = [engine.scheduler for engine in self.engine.replicas]
+            running, waiting = sum(len(s.running) for s in schedulers), sum(len(s.waiting) for s in schedulers)
             raise ValueError(
-                f"update_weights: {len(scheduler.running)} requests are running and {len(scheduler.waiting)} waiting; "
-                "finish or abort them first"
+                f"update_weights: {running} requests are running and {waiting} waiting; finish or abort them first"
             )
-        written = update_weights(self.model, weights)
-        if self.engine.scheduler.prefix is not None:
-            self.engine.scheduler.prefix.flush()
+        given = weights if isinstance(weights, Path) else list(weights)
+        if self.fleet is not None:  # all ranks must take it before one writes
+            self._update(given, write=False)
+            self.fleet.call("update_weights", given, False)
+            self.fleet.call("update_weights", given, True)
+        written = self._update(given, write=True)
+        self.engine.flush()
         return written
+
+    def _update(self, given: Path | Sequence[tuple[str, torch.Tensor]], *, write: bool) -> int:
+        items = stored_weights(given, self.model.config) if isinstance(given, Path) else given
+        return update_weights(self.model, items, write=write)
 
     def request(self, prompt: str | Sequence[int], params: SamplingParams, *, skip_special: bool = True) -> Request:
         """A request for the engine; `skip_special` leaves special tokens out of its text.

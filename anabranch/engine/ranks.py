@@ -23,10 +23,10 @@ from anabranch.engine.links import Hub, Post
 from anabranch.engine.memory import MemoryPlan
 from anabranch.engine.orders import Shadows
 from anabranch.engine.process import follow_parent
-from anabranch.models.update import update_weights
+from anabranch.models.update import stored_weights, update_weights
 from anabranch.parallel.groups import ProcessGroups, join, leave
 from anabranch.parallel.layout import Layout
-from anabranch.parallel.rendezvous import MEETING_S, Rendezvous, from_environment, on_this_node
+from anabranch.parallel.rendezvous import LOADING_S, Rendezvous, from_environment, on_this_node
 
 START_METHOD = "spawn"  # CUDA does not survive a fork
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -52,13 +52,17 @@ def muster(layout: Layout, path: Path, options: EngineOptions) -> Fleet:
         kept: Store = PrefixStore("anabranch-0", store)
     else:
         kept = where.store()
-    hub = Hub(where, kept, lambda rank: _fate(processes.get(rank)), options.rank_timeout)
-    hub.kill = lambda: _kill(processes.values())
     device = device_of_rank(options.device, where.local, where.machine)
     try:
-        comm = _join(layout, where, kept, device, options)
-    except (RuntimeError, OSError) as error:
-        raise hub.explain(error) from error
+        hub = Hub(where, kept, lambda rank: _fate(processes.get(rank)), options.rank_timeout)
+        hub.kill = lambda: _kill(processes.values())
+        try:
+            comm = _join(layout, where, kept, device, options)
+        except (RuntimeError, OSError) as error:
+            raise hub.explain(error) from error
+    except BaseException:
+        _kill(processes.values())
+        raise
     return Fleet(layout, hub, comm, device, processes)
 
 
@@ -166,7 +170,7 @@ def _join(
 ) -> ProcessGroups:
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return join(layout, where.rank, store, device, deterministic=options.deterministic, timeout_s=MEETING_S)
+    return join(layout, where.rank, store, device, deterministic=options.deterministic, timeout_s=LOADING_S)
 
 
 class _Rank:
@@ -178,7 +182,10 @@ class _Rank:
         self._post, self._place, self._shadows = post, place, Shadows()
         peers = Peers(place=place, comm=comm, device=str(device), agree=self._agree)
         self.runner, self.memory, _ = build_runner(path, options, peers, None)
-        self._calls: dict[str, Callable[..., Any]] = {"update_weights": self._update_weights}
+        self._calls: dict[str, Callable[..., Any]] = {
+            "update_weights": self._update_weights,
+            "expert_load": self.runner.model.expert_load,
+        }
 
     def obey(self) -> None:
         """Until told to stop."""
@@ -221,13 +228,16 @@ class _Rank:
         raise SystemExit(0)  # the head could not go on, and says why
 
     def _call(self, name: str, args: Any) -> tuple[Any, str | None]:
+        self._post.unhurried()
         try:
             return self._calls[name](*args), None
         except ValueError as error:
             return None, str(error)
 
-    def _update_weights(self, items: Any) -> int:
-        return update_weights(self.runner.model, items)
+    def _update_weights(self, given: Path | Sequence[tuple[str, torch.Tensor]], write: bool) -> int:
+        model = self.runner.model
+        items = stored_weights(given, model.config) if isinstance(given, Path) else given
+        return update_weights(model, items, write=write)
 
 
 class RankStream:

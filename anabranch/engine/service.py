@@ -141,6 +141,10 @@ class EngineService:
         """Forget cached prefixes; False if there is no prefix cache."""
         return await self._call("flush_cache")
 
+    async def expert_load(self) -> dict[str, Any]:
+        """Tokens that each expert was given so far; see `engine.facts.load_document`."""
+        return await self._call("expert_load")
+
     @property
     def updating(self) -> bool:
         """Whether the weights are being replaced."""

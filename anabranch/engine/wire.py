@@ -1,4 +1,4 @@
-"""Messages over a stream socket between two processes of one user: four bytes of length, then a pickle."""
+"""Messages over a stream socket between two processes of one user: eight bytes of length, then a pickle."""
 
 import asyncio
 import pickle
@@ -7,7 +7,7 @@ import socket
 import struct
 from typing import Any
 
-_LENGTH = struct.Struct("!I")
+_LENGTH = struct.Struct("!Q")
 
 
 def pack(message: Any) -> bytes:

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from anabranch.engine import wire
-from anabranch.engine.facts import stats_of
+from anabranch.engine.facts import load_document, stats_of
 from anabranch.engine.llm import LLM
 from anabranch.engine.messages import EngineFailed, Update
 from anabranch.engine.request import Request
 from anabranch.engine.sampling import SamplingParams
-from anabranch.models.update import stored_weights
 
 
 class Worker:
@@ -39,6 +38,7 @@ class Worker:
             llm.fleet.hub.give_up = self._give_up
         self._calls: dict[str, Callable[..., Any]] = {
             "flush_cache": self._flush_cache,
+            "expert_load": self._expert_load,
             "update_weights": self._update_weights,
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
@@ -149,10 +149,10 @@ class Worker:
 
     def _flush_cache(self) -> bool:
         """Forget cached prefixes; False if there is no prefix cache."""
-        prefix = self._llm.engine.scheduler.prefix
-        if prefix is not None:
-            prefix.flush()
-        return prefix is not None
+        return self._llm.engine.flush()
+
+    def _expert_load(self) -> dict[str, Any]:
+        return load_document(self._llm)
 
     def _update_weights(self, directory: Path) -> int:
         """Overwrite the weights with those of a checkpoint, behind the last step; how many were written."""
@@ -161,7 +161,7 @@ class Worker:
         while self._llm.engine.busy:
             for request in self._llm.engine.step():
                 self._tell(request)
-        return self._llm.update_weights(stored_weights(directory, self._llm.model.config))
+        return self._llm.update_weights(directory)
 
     def _start_profile(self, directory: Path) -> None:
         if self._profiler is not None:

@@ -7,7 +7,7 @@ import torch
 
 from anabranch.config.model import ModelConfig
 from anabranch.models.kimi import KimiForCausalLM
-from anabranch.models.weights import RULES, leaf_of, rank_of
+from anabranch.models.weights import RULES, copy_shard, leaf_of, rank_of
 from anabranch.ops.fp8_linear.reference import BLOCK, CODES
 
 _STD = 0.02
@@ -17,25 +17,27 @@ _CODE_STD = 64.0  # of block-FP8 codes, so that their scale is a constant
 
 
 def load_dummy(model: KimiForCausalLM, seed: int = 0) -> None:
-    """Fill every parameter of `model` in place, on its device and without a temporary of a parameter's size.
+    """Fill every parameter of `model` in place, on its device.
 
     Each tensor has a stream of its own (seed and name), so a model's weights do not depend on the order or on which
-    other tensors exist. They are weights per rank: what ranks share is equal on all of them, but the shards of two
-    layouts do not join to the same full tensor. Devices differ in their random numbers. Padding rows stay zero.
+    other tensors exist, nor on the layout: a rank that holds a part of a tensor draws all of it, into a temporary, and
+    keeps its part. Kinds of devices differ in their random numbers. Padding rows stay zero.
     """
     config, parallel = model.config, model.parallel
     for name, view in model.state_dict().items():
         rule = RULES[leaf_of(name)]
-        rank, size = rank_of(rule, parallel)
-        stream = name if size == 1 else f"{name}@{rank}"
-        digest = hashlib.blake2b(f"{seed}:{stream}".encode(), digest_size=7).digest()
+        _, size = rank_of(rule, parallel)
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest()
         generator = torch.Generator(view.device).manual_seed(int.from_bytes(digest))
-        rows = view.shape[0]
-        if rule.padded:
-            rows = max(0, min(rows, config.vocab_size - rank * rows))
         with torch.no_grad():
-            _fill(view[:rows], name, config, generator)
-            view[rows:].zero_()
+            if size == 1:
+                _fill(view, name, config, generator)
+                continue
+            shape = list(view.shape)
+            shape[rule.dim] = config.vocab_size if rule.padded else shape[rule.dim] * size
+            full = torch.empty(shape, dtype=view.dtype, device=view.device)
+            _fill(full, name, config, generator)
+            copy_shard(view, full, name, config, parallel)
 
 
 def _fill(view: torch.Tensor, name: str, config: ModelConfig, generator: torch.Generator) -> None:

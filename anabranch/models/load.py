@@ -32,6 +32,7 @@ def load_model(
     deterministic: bool = False,
     ops: Mapping[str, str] | None = None,
     lora: str | Path | None = None,
+    count_experts: bool = False,
     progress: bool | None = False,
 ) -> KimiForCausalLM:
     """Build one rank's model from `path` and fill it.
@@ -51,6 +52,7 @@ def load_model(
         deterministic: batch-invariant operations only.
         ops: implementation wishes, operation name -> implementation name.
         lora: directory of a PEFT LoRA adapter on attention projections.
+        count_experts: keep counts of what each expert is given.
         progress: bar on stderr; None shows it on a terminal.
 
     Raises:
@@ -75,6 +77,7 @@ def load_model(
         deterministic=deterministic,
         ops=ops,
         adapted=adapter.modules if adapter else (),
+        count_experts=count_experts,
     ).eval()
     if load_format == "dummy":
         load_dummy(model, seed)

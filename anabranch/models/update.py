@@ -43,12 +43,13 @@ class _Given:
     full: Sliceable
 
 
-def update_weights(model: KimiForCausalLM, items: Iterable[tuple[str, torch.Tensor]]) -> int:
+def update_weights(model: KimiForCausalLM, items: Iterable[tuple[str, torch.Tensor]], *, write: bool = True) -> int:
     """Overwrite weights of `model` in place; returns how many of them this rank holds.
 
     Args:
         items: (name, unsharded tensor) in any spelling that a checkpoint may use, on any device. Read to its end, and
             checked, before anything is written; weights that are not named keep their values.
+        write: False checks alone: of several ranks one may refuse what the others would take.
 
     Raises:
         ValueError: in one line: a name the model does not have, or has twice; a wrong shape or dtype; half of a pair
@@ -62,7 +63,7 @@ def update_weights(model: KimiForCausalLM, items: Iterable[tuple[str, torch.Tens
     _check_finite(given, views)
     held = [name for name in given if name in views and not name.endswith(SCALE)]
     with torch.no_grad():
-        for name in held:
+        for name in held if write else ():
             _write(model, views, name, given)
     return len(held)
 

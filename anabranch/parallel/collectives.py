@@ -1,21 +1,42 @@
 """What layers may ask of their peers. One process answers for itself; process groups implement the same protocol."""
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 
 Group = Literal["tp", "attn_tp"]
+Counts = Sequence[int] | None
 
 
 class Collectives(Protocol):
-    """Sums and gathers over a named group of ranks."""
+    """Sums and gathers over a named group of ranks, and the hand-over between pipeline stages.
+
+    `counts`: rows of every attention replica in this step, in order; None without DP attention.
+    """
 
     def all_reduce(self, x: torch.Tensor, group: Group) -> torch.Tensor:
-        """Elementwise sum over the group, same shape and dtype on every rank."""
+        """Elementwise sum over the group, same shape and dtype on every rank. May overwrite x."""
         ...
 
     def all_gather(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         """Concatenation along the last dimension, in rank order."""
+        ...
+
+    def gather_rows(self, x: torch.Tensor, counts: Counts) -> torch.Tensor:
+        """Own rows [T, C] -> those of all attention replicas [sum(counts), C], in order; x itself without any other."""
+        ...
+
+    def sum_rows(self, x: torch.Tensor, counts: Counts) -> torch.Tensor:
+        """Partial sums [sum(counts), C] -> own rows [T, C], summed over the tp group. May overwrite x."""
+        ...
+
+    def send(self, x: torch.Tensor) -> None:
+        """Hand x to the same place of the next stage."""
+        ...
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        """Fill x with what the previous stage sent, and return it."""
         ...
 
 
@@ -27,3 +48,15 @@ class SingleRank:
 
     def all_gather(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         return x
+
+    def gather_rows(self, x: torch.Tensor, counts: Counts) -> torch.Tensor:
+        return x
+
+    def sum_rows(self, x: torch.Tensor, counts: Counts) -> torch.Tensor:
+        return x
+
+    def send(self, x: torch.Tensor) -> None:
+        raise AssertionError("there is no next stage")
+
+    def receive(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("there is no previous stage")

@@ -52,6 +52,34 @@ class Layout:
             pp_rank=pp_rank,
         )
 
+    def groups(self, group: str) -> list[tuple[int, ...]]:
+        """Global ranks of every group of a kind, in an order that all ranks agree on.
+
+        "tp": a stage. "attn_tp": one attention replica in a stage. "dp": the ranks of a stage that hold the same heads,
+        one of each replica. "pp": the ranks of all stages in the same place.
+        """
+        stages = [range(s * self.tp, (s + 1) * self.tp) for s in range(self.pp)]
+        n = self.attn_tp
+        match group:
+            case "tp":
+                return [tuple(stage) for stage in stages]
+            case "attn_tp":
+                return [tuple(stage[i : i + n]) for stage in stages for i in range(0, self.tp, n)]
+            case "dp":
+                return [tuple(stage[i::n]) for stage in stages for i in range(n)]
+            case "pp":
+                return [tuple(range(i, self.world, self.tp)) for i in range(self.tp)]
+        raise ValueError(f"group={group!r}: accepted are tp, attn_tp, dp, pp")
+
+    def replica(self, dp_rank: int) -> list[int]:
+        """Global ranks of one attention replica, over all stages."""
+        n = self.attn_tp
+        return [s * self.tp + dp_rank * n + i for s in range(self.pp) for i in range(n)]
+
+    def sampler(self, dp_rank: int) -> int:
+        """The global rank that turns a replica's logits into tokens."""
+        return (self.pp - 1) * self.tp + dp_rank * self.attn_tp
+
     def check(self, config: ModelConfig) -> None:
         """Raise ValueError with the broken rule if `config` cannot be laid out like this."""
         attention, moe_tp = ("attention-TP (tp / dp_attention)", self.attn_tp), self.tp // self.ep

@@ -53,9 +53,16 @@ def status_routes(desk: Desk) -> APIRouter:
     @routes.get("/get_server_info")
     async def server_info() -> dict[str, Any]:
         """Configuration, fusions and operations with the reason of each choice, bytes and counters."""
-        return server_document(desk)
+        return server_document(desk) | await _expert_load(desk)
 
     return routes
+
+
+async def _expert_load(desk: Desk) -> dict[str, Any]:
+    """What the experts were given so far, where that is counted."""
+    if not desk.facts.document.get("counts_experts") or not desk.service.accepting:
+        return {}
+    return {"expert_load": await desk.service.expert_load()}
 
 
 def token_routes(desk: Desk) -> APIRouter:

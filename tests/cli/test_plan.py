@@ -256,7 +256,7 @@ def test_nothing_but_the_config_is_read(tmp_path):
 def test_the_keys_of_the_document_are_stable():
     doc = document(K3_FILE, "--tp", 8)
     assert list(doc) == [
-        "anabranch", "config", "model", "layout", "dtype", "state_dtype", "prologues", "place", "footprints",
+        "anabranch", "config", "model", "layout", "dtype", "state_dtype", "prologues", "place", "ranks", "footprints",
         "weight_bytes_all_ranks", "capacity",
     ]  # fmt: skip
     assert doc["layout"] == {"tp": 8, "dp_attention": 1, "ep": 1, "pp": 1, "attention_tp": 8, "ranks": 8}
@@ -269,3 +269,13 @@ def test_the_keys_of_the_document_are_stable():
         "ranks", "layers", "kda_layers", "mla_layers", "weight_bytes", "pad_bytes", "fusion_bytes",
         "state_bytes_per_request", "latent_bytes_per_token",
     ]  # fmt: skip
+
+
+def test_every_rank_is_told_what_it_holds():
+    ranks = document(K3_FILE, "--tp", 4, "--dp-attention", 2, "--ep", 4, "--pp", 2)["ranks"]
+    assert [r["rank"] for r in ranks] == list(range(8))
+    assert {(r["kda_heads"], r["mla_heads"]) for r in ranks} == {(48, 48)}
+    assert [r["replica"] for r in ranks] == [0, 0, 1, 1] * 2
+    assert [r["experts"] for r in ranks[:4]] == [[0, 224], [224, 448], [448, 672], [672, 896]]
+    assert [r["layers"] for r in ranks] == [[0, 47]] * 4 + [[47, 93]] * 4
+    assert [r["rank"] for r in ranks if r["samples"]] == [4, 6]

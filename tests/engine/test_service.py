@@ -194,7 +194,7 @@ def test_a_call_that_waits_hears_of_the_end(llm):
 
 def test_nonsense_from_the_engine_is_a_failure(llm):
     async def use(service):
-        service._engine._theirs.sendall(b"\0\0\0\3abc")
+        service._engine._theirs.sendall(b"\0\0\0\0\0\0\0\3abc")
         await asyncio.wait_for(service.ended(), 5)
         return service.failure
 

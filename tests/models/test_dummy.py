@@ -9,7 +9,7 @@ from helpers.checkpoints import config_of, same
 from anabranch.fusion.buffer import MergedWeight
 from anabranch.models.dummy import load_dummy
 from anabranch.models.kimi import KimiForCausalLM
-from anabranch.models.weights import RULES, leaf_of
+from anabranch.models.weights import RULES, copy_shard, leaf_of
 from anabranch.ops.mxfp4.reference import dequantize
 from anabranch.parallel.layout import Layout
 
@@ -117,3 +117,16 @@ def test_ranks_agree_on_what_they_share_and_differ_elsewhere(layout):
             group = rule.group
             alike = group is None or getattr(place, f"{group}_rank") == getattr(places[0], f"{group}_rank")
             assert torch.equal(state[name], states[0][name]) == alike, name
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_the_shards_of_every_layout_are_parts_of_one_tensor(case):
+    full = dummy(case).state_dict()
+    for layout in (Layout(tp=4), Layout(tp=4, ep=2, dp_attention=2), Layout(tp=2, pp=2)):
+        for rank in range(layout.world):
+            place = layout.rank(rank)
+            model = dummy(case, parallel=place)
+            for name, view in model.state_dict().items():
+                want = torch.empty_like(view)
+                copy_shard(want, full[name], name, model.config, place)
+                assert torch.equal(view, want), (layout, rank, name)
