@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test lint setup
+.PHONY: demo score test lint setup
 setup: .venv/.installed
 
 .venv/.installed: pyproject.toml
@@ -15,6 +15,10 @@ setup: .venv/.installed
 
 demo: setup
 	$(BIN)/python examples/demo.py
+
+# word problems and held-out bits per byte of the small trained model
+score: setup
+	$(BIN)/python examples/score_small.py checkpoints/small-k3
 
 test: setup
 	$(BIN)/pytest -n auto

@@ -1,7 +1,8 @@
 """The main job in one run: real checkpoint files in, text out, by every legal projection path, and all must agree.
 
-Builds the two tiny random checkpoints, answers the same prompts by each path in deterministic mode, and compares token
-ids and log probabilities with the separate GEMMs. Exits 1 if a bit differs. The weights are random: the text is noise.
+Answers the same prompts by each path in deterministic mode, and compares token ids and log probabilities with the
+separate GEMMs. Exits 1 if a bit differs. The Kimi-K3 is the small trained one of checkpoints/small-k3, which also
+solves a problem, or without it a tiny random one; the Kimi-Linear is tiny and random, so its text is noise.
 """
 
 import sys
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from anabranch import LLM, FusionConfig, SamplingParams
@@ -21,6 +23,11 @@ from anabranch.fusion import counters
 from anabranch.models.tiny import init_checkpoint
 from anabranch.parallel.layout import Layout
 
+SMALL_K3 = Path(__file__).resolve().parents[1] / "checkpoints" / "small-k3"
+QUESTION = (
+    "Question: Kate has 4 boxes of 12 eggs. She gives 15 eggs to Leo and then buys 7 more. How many eggs does Kate "
+    "have?\nAnswer:"
+)
 PROMPTS = ["An anabranch leaves the river", "and joins it again further down.", "河", "x"]
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)
 
@@ -111,14 +118,33 @@ def compare(console: Console, name: str, checkpoint: Path) -> bool:
     return agreed
 
 
+def show(console: Console, checkpoint: Path) -> None:
+    """Print what the trained model writes: a continuation, and a problem that it solves."""
+    llm = LLM(checkpoint)
+    llm.generate(PROMPTS[:1], GREEDY)
+    asked = SamplingParams(max_tokens=120, temperature=0.0, stop=("\n\nQuestion",))
+    start = time.perf_counter()
+    outputs = llm.generate(["Return a list of ", QUESTION], asked)
+    seconds = time.perf_counter() - start
+    for output in outputs:
+        console.print(f"{output.prompt}[bold]{escape(output.outputs[0].text)}[/bold]\n", highlight=False)
+    tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    console.print(f"{tokens / seconds:.0f} tokens/s over these two requests\n", highlight=False)
+
+
 def main() -> int:
     console = Console(width=100)
     with tempfile.TemporaryDirectory(prefix="anabranch-demo-") as folder:
         agreed = []
         for architecture in ("kl", "k3"):
             checkpoint = Path(folder) / f"tiny-{architecture}"
-            init_checkpoint(architecture, checkpoint, seed=0)
+            if trained := architecture == "k3" and (SMALL_K3 / "model.safetensors").is_file():
+                checkpoint = SMALL_K3
+            else:
+                init_checkpoint(architecture, checkpoint, seed=0)
             agreed.append(compare(console, checkpoint.name, checkpoint))
+            if trained:
+                show(console, checkpoint)
     console.print(
         "every path gives the same tokens and log probabilities, bit for bit" if all(agreed) else "PATHS DIFFER"
     )
