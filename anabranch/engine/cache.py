@@ -148,14 +148,16 @@ class Cache:
         """Copy the recurrent state of one slot to another."""
         pools = [pool for layer in self.layers if isinstance(layer, KdaState) for pool in (layer.conv, layer.state)]
         if pools:
-            torch._foreach_copy_([p[target] for p in pools], [p[source] for p in pools])
+            targets, sources = [p[target] for p in pools], [p[source] for p in pools]
+            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
 
     def finite(self, slot: int) -> torch.Tensor:
         """Whether every state value of a slot is finite: a bool on the host, once the device has got here."""
         states = [layer.state[slot] for layer in self.layers if isinstance(layer, KdaState)]
         if not states:
             return torch.ones((), dtype=torch.bool)
-        return to_host(torch.stack(torch._foreach_norm(states, torch.inf)).isfinite().all())
+        largest = torch._foreach_norm(states, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
+        return to_host(torch.stack(largest).isfinite().all())
 
 
 def pages_for(tokens: int) -> int:

@@ -190,5 +190,5 @@ class KimiForCausalLM(nn.Module):
 
     def expert_load(self) -> dict[int, list[int]]:
         """Layer -> tokens of this rank's replica that each expert was given; empty if they are not counted."""
-        layers = {int(i): getattr(layer, layer.ffn_name) for i, layer in self.model.layers.items()}
+        layers = {int(i): getattr(layer, str(layer.ffn_name)) for i, layer in self.model.layers.items()}
         return {i: ffn.load.read() for i, ffn in layers.items() if isinstance(ffn, MoeFfn) and ffn.load is not None}

@@ -171,4 +171,4 @@ def test_a_graph_asks_for_every_context_that_it_may_meet(model, monkeypatch):
         config, model.parallel, CacheShape.of(config, model.parallel, torch.float32), slots=2, pages=9, device="cpu"
     )
     graphs = DecodeGraphs(model, cache, torch.device("cpu"), [1, 2], 512)
-    assert graphs._batch(2).moment == Moment(1, 512, True)
+    assert graphs._batch(graphs._host([], 2, graphs.width)).moment == Moment(1, 512, True)
