@@ -23,10 +23,11 @@ class Router(nn.Module):
         self.moe, self.ops = build.config.moe, build.ops
         self.weight = frozen(self.moe.experts, build.config.hidden_size, dtype=build.dtype, device=build.device)
         self.e_score_correction_bias = frozen(self.moe.experts, dtype=torch.float32, device=build.device)
-        self.register_buffer("sync", torch.zeros(1, dtype=torch.int32, device=build.device), persistent=False)
+        # counts arrivals in a launch and returns to zero; not a buffer, as those are planned and loaded like weights
+        self.scratch = (torch.zeros(1, dtype=torch.int32, device=build.device),)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.ops.route(x, self.weight, self.e_score_correction_bias, self.moe, self.sync)
+        return self.ops.route(x, self.weight, self.e_score_correction_bias, self.moe, *self.scratch)
 
 
 class MoeFfn(nn.Module):
