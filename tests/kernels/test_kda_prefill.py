@@ -71,7 +71,7 @@ def test_more_segments_than_are_looked_at_together():
     assert error(given["state"], want["state"]) < RANDOM_ERRORS[1]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @drawn(cuts=st.lists(st.sampled_from([64, 128, 192]), max_size=2), rest=st.integers(1, 70), odd=st.integers(1, 63))
 def test_cuts_at_chunk_ends_are_not_seen_in_the_bits(cuts, rest, odd):
     """A cut elsewhere stays within the class."""

@@ -69,7 +69,7 @@ def test_step_equals_the_chain(dtype, gated, heads):
     Case([0, 0], heads, dtype).check(gated)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     totals=st.lists(st.one_of(st.just(0), st.integers(1, 130)), min_size=1, max_size=7),
     programs=st.integers(1, 9),
