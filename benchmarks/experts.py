@@ -34,8 +34,8 @@ from anabranch.ops.experts.spec import EXPERTS
 EXPERT_COUNT, INNER, WIDTH, TOP_K, LAYERS = 256, 1024, 2304, 8, 4
 TOKENS = (1, 8, 32, 64, 128, 2048, 8192)
 SHARED_LIMIT = 232_448
-# what a plan's name says behind its tiles, and the field
-OPTIONS = {"few": "few", "ahead": "ahead", "rider": "rider_ahead", "tail": "tail", "small": "small", "walk": "programs"}
+# fields of a plan that its name says behind its tiles
+OPTIONS = ("few", "tail")
 SILU = ActivationConfig(name="silu")
 
 
@@ -123,7 +123,7 @@ class Case:
 
 
 def decode_plans(tokens: int) -> Iterator[Plan]:
-    """One launch changes at a time; then what is asked for ahead."""
+    """One launch changes at a time."""
     base = choose_plan(tokens, TOP_K, EXPERT_COUNT, torch.bfloat16)
     T = base.T
     for R, K, stages in product((32, 64), (64, 128, 256), (2, 3, 4, 6, 8)):
@@ -132,37 +132,32 @@ def decode_plans(tokens: int) -> Iterator[Plan]:
     for R, K, stages in product((64, 128), (64, 128, 256), (2, 3, 4, 6, 8)):
         if 40_000 < (R + T) * K * 2 * stages <= SHARED_LIMIT:
             yield replace(base, narrow=Tile(T=T, R=R, K=K, num_stages=stages))
-    yield from (replace(base, ahead=ahead) for ahead in (0, 64, 128, 256, 1024))
-    yield from (replace(base, rider_ahead=ahead) for ahead in (0, 512, 4096))
     if 1 < tokens <= T:
         yield replace(base, few=0)
 
 
 def plan_name(plan: Plan) -> str:
     tiles = [f"R{t.R}K{t.K}w{t.num_warps}s{t.num_stages}" + "x" * t.stacked for t in (plan.wide, plan.narrow)]
-    return " ".join([f"T{plan.T}", *tiles, *(f"{key}{getattr(plan, field)}" for key, field in OPTIONS.items())])
+    return " ".join([f"T{plan.T}", *tiles, *(f"{field}{getattr(plan, field)}" for field in OPTIONS)])
 
 
 def named_plan(name: str) -> Plan:
     """The inverse of `plan_name`; what is not named has its default. ValueError unless it is a plan."""
     found = re.fullmatch(r"T(\d+)((?: R\d+K\d+w\d+s\d+x?){2})((?: [a-z]+\d+)*)", name)
     rest = dict(re.findall(r" ([a-z]+)(\d+)", found[3])) if found else {}
-    if not found or not rest.keys() <= OPTIONS.keys():
-        raise ValueError(
-            f"{name!r} is no plan; one is like 'T16 R32K128w4s8 R64K128w4s3 ahead64', with {list(OPTIONS)}"
-        )
+    if not found or not rest.keys() <= set(OPTIONS):
+        raise ValueError(f"{name!r} is no plan; one is like 'T16 R32K128w4s8 R64K128w4s3 few16', with {list(OPTIONS)}")
     wide, narrow = (
         Tile(T=int(found[1]), R=int(R), K=int(K), num_warps=int(w), num_stages=int(s), stacked=x == "x")
         for R, K, w, s, x in re.findall(r"R(\d+)K(\d+)w(\d+)s(\d+)(x?)", found[2])
     )
-    return Plan(wide=wide, narrow=narrow, **{OPTIONS[key]: int(value) for key, value in rest.items()})
+    return Plan(wide=wide, narrow=narrow, **{field: int(value) for field, value in rest.items()})
 
 
 def prefill_plans(tokens: int) -> Iterator[Plan]:
     """Tiles about as large as a run of pairs, with what can be done about runs that do not fill them."""
     base, mean = choose_plan(tokens, TOP_K, EXPERT_COUNT, torch.bfloat16), tokens * TOP_K / EXPERT_COUNT
     yield base
-    yield from (replace(base, small=small) for small in (16, 32, 64) if small < base.T)
     for T, R, warps, stages in ((64, 64, 4, 4), (64, 128, 8, 4), (128, 64, 4, 3), (128, 128, 8, 4), (256, 64, 8, 4)):
         if not mean / 2 <= T <= 2 * mean:
             continue
@@ -170,8 +165,6 @@ def prefill_plans(tokens: int) -> Iterator[Plan]:
         plain = Plan(wide=wide, narrow=Tile(T=T, R=2 * R, K=64, num_warps=warps, num_stages=stages))
         yield plain
         yield from (replace(plain, tail=tail) for tail in (16, 32))
-        yield replace(plain, tail=32, small=32)
-        yield replace(plain, tail=32, small=32, programs=8 // warps)
         if warps == 8:
             yield replace(plain, wide=replace(wide, num_stages=3), narrow=replace(plain.narrow, num_stages=3), tail=32)
 

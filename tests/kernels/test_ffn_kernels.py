@@ -206,7 +206,7 @@ def test_every_local_pair_is_in_one_tile_of_its_expert(monkeypatch, tokens, one_
     chosen[: tokens // 2, 0], chosen[: tokens // 2, 1:] = 9, chosen[: tokens // 2, 1:] % 9  # one expert takes half
     made = tiles.align(chosen, 2, 8, 16, tail)
     seen, lasts = [], {}
-    for expert, first, stop in made.table[:3].T.tolist():
+    for expert, first, stop in made.table.T.tolist():
         if expert >= 0:
             assert 0 < stop - first <= 16 + tail
             assert lasts.get(expert, 16) == 16, "only the last tile of a run is not full"
@@ -216,7 +216,6 @@ def test_every_local_pair_is_in_one_tile_of_its_expert(monkeypatch, tokens, one_
             seen += members.tolist()
     local = ((chosen >= 2) & (chosen < 10)).flatten().nonzero().flatten().tolist()
     assert sorted(seen) == local
-    assert made.table[3, 0] == (made.table[0] >= 0).sum()
     assert not tail or all(size > tail or (made.table[0] == e).sum() == 1 for e, size in lasts.items())
 
 

@@ -32,25 +32,18 @@ class Tile:
 class Plan:
     """The tiles of gate-up (`wide`) and down (`narrow`), equal in T.
 
-    `few`: up to T tokens find their experts without a sort. `ahead` and `rider_ahead`: columns of the down weights
-    (where nothing is sorted) and of the shared expert's that are asked for before the kernel before has ended. Of a
-    sorted run of pairs, the last tile takes up to `tail` more than T, beside the others on the same weights; a tile of
-    up to `small` pairs runs at that width. `programs`: how many of them walk all tiles, per multiprocessor; 0 for one
-    a tile.
+    `few`: up to T tokens find their experts without a sort. Of a sorted run of pairs, the last tile takes up to `tail`
+    more than T, beside the others on the same weights.
     """
 
     wide: Tile
     narrow: Tile
     few: int = FEW_TOKENS
-    ahead: int = 0
-    rider_ahead: int = 0
     tail: int = 0
-    small: int = 0
-    programs: int = 0
 
     def __post_init__(self) -> None:
         assert self.wide.T == self.narrow.T, "both GEMMs walk the same tiles of pairs"
-        assert max(self.tail, self.small) < self.T, "tail and small are less than a tile"
+        assert self.tail < self.T, "a tail is less than a tile"
         assert self.wide.stacked or not self.tail, "a tail needs gate and up in one product"
 
     @property
@@ -68,8 +61,8 @@ _FP32 = Plan(wide=Tile(T=16, R=64, K=32, num_stages=2), narrow=Tile(T=16, R=64, 
 # most pairs an expert gets on average -> tiles
 _BF16: tuple[tuple[float, Plan], ...] = (
     (0.5, Plan(wide=Tile(T=16, R=32, K=128, num_stages=8), narrow=Tile(T=16, R=64, K=128))),
-    (2, Plan(wide=Tile(T=16, R=64, K=128, num_stages=6), narrow=Tile(T=16, R=64, K=128), rider_ahead=4096)),
-    (8, Plan(wide=Tile(T=16, R=64, K=64), narrow=Tile(T=16, R=64, K=128), rider_ahead=4096)),
+    (2, Plan(wide=Tile(T=16, R=64, K=128, num_stages=6), narrow=Tile(T=16, R=64, K=128))),
+    (8, Plan(wide=Tile(T=16, R=64, K=64), narrow=Tile(T=16, R=64, K=128))),
     (24, Plan(wide=Tile(T=32, R=64, K=64), narrow=Tile(T=32, R=64, K=128))),
     (96, Plan(wide=Tile(T=64, R=64, K=64), narrow=Tile(T=64, R=128, K=64))),
     # most of a run fits a whole tile, and the 32 pairs behind it ride along: 9 % of 8192 tokens
@@ -91,7 +84,7 @@ _BF16: tuple[tuple[float, Plan], ...] = (
     ),
 )
 _MXFP4: tuple[tuple[float, Plan], ...] = (
-    (8, Plan(wide=Tile(T=16, R=64, K=128), narrow=Tile(T=16, R=64, K=128), rider_ahead=4096)),
+    (8, Plan(wide=Tile(T=16, R=64, K=128), narrow=Tile(T=16, R=64, K=128))),
     (24, Plan(wide=Tile(T=32, R=64, K=128), narrow=Tile(T=32, R=64, K=128))),
     (
         float("inf"),
@@ -101,7 +94,6 @@ _MXFP4: tuple[tuple[float, Plan], ...] = (
         ),
     ),
 )
-# a lone token's shared expert gains nothing from being asked for ahead: that would take bandwidth from the routed ones
 _LONE_TOKEN = Plan(wide=Tile(T=16, R=32, K=128, num_stages=8), narrow=Tile(T=16, R=64, K=128, num_stages=3))
 
 

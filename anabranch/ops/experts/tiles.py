@@ -19,8 +19,7 @@ _ONE_PROGRAM = 4096  # up to here one launch does everything
 class Tiles:
     """`pairs` int32 [P] is sorted by expert; tile i holds `pairs[first[i]:stop[i]]` of `expert[i]`, or expert -1.
 
-    `expert`, `first` and `stop` are rows of one int32 [4, slots] table, whose last row starts with the number of tiles.
-    Other ranks' pairs are in no tile.
+    `expert`, `first` and `stop` are the rows of one int32 [3, slots] table. Other ranks' pairs are in no tile.
     """
 
     pairs: torch.Tensor
@@ -55,7 +54,6 @@ def _plan(cursor, offsets, table, count, slots, EXPERTS: tl.constexpr, TILE: tl.
         tl.store(table + slots + at + j, begin, mask=has)
         tl.store(table + 2 * slots + at + j, tl.where(j + 1 < tiles, begin + TILE, stop), mask=has)
     used = tl.sum(tiles, 0)
-    tl.store(table + 3 * slots, used)
     for start in range(0, slots, EXPERTS):
         slot = start + e
         tl.store(table + slot, tl.full((EXPERTS,), -1, tl.int32), mask=(slot >= used) & (slot < slots))
@@ -138,7 +136,7 @@ def align(experts: torch.Tensor, first: int, count: int, tile: int, tail: int = 
     slots = min(pairs, count) + pairs // tile  # each non-empty run adds at most one tile that is not full
     result = Tiles(
         pairs=torch.empty(pairs, dtype=torch.int32, device=device),
-        table=torch.empty((4, slots), dtype=torch.int32, device=device),
+        table=torch.empty((3, slots), dtype=torch.int32, device=device),
     )
     ranks = torch.empty(pairs, dtype=torch.int32, device=device)
     blocks = {"EXPERTS": triton.next_power_of_2(count), "TILE": tile, "TAIL": tail}

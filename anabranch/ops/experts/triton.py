@@ -7,7 +7,6 @@ two launches; its products sum K in the segments of `ops/linear`, so that its bi
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,13 +14,13 @@ import triton
 import triton.language as tl
 
 from anabranch.config.model import ActivationConfig
-from anabranch.ops.early import early_launch, follow, prefetch_l2
+from anabranch.ops.early import early_launch, follow
 from anabranch.ops.expert_sum.triton import expert_sum
 from anabranch.ops.experts.plan import SORTED, Plan, Tile, choose_plan
 from anabranch.ops.experts.reference import ExpertBank
 from anabranch.ops.experts.tiles import align
 from anabranch.ops.experts.triton_products import matrix, members, shared_pair, shared_product
-from anabranch.ops.experts.triton_tiles import down_runs, down_tile, gate_up_runs, gate_up_tile, store_hidden
+from anabranch.ops.experts.triton_tiles import down_sorted, down_tile, gate_up_sorted, gate_up_tile, store_hidden
 from anabranch.ops.glu.triton import activation_constants
 from anabranch.ops.linear.triton import segments
 
@@ -64,26 +63,19 @@ def _gate_up(
     STACKED: tl.constexpr,
     EVEN: tl.constexpr,
     TAIL: tl.constexpr,
-    SMALL: tl.constexpr,
-    WALK: tl.constexpr,
     RIDER: tl.constexpr,
     RIDER_K: tl.constexpr,
     RIDER_S: tl.constexpr,
     RIDER_EVEN: tl.constexpr,
-    RIDER_AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     program = tl.program_id(0)
     if RIDER:
         if program < riders:
             blocks = tl.cdiv(rider_inner, R)
             row0 = program % blocks * R
-            row, token = row0 + tl.arange(0, R), program // blocks * T + tl.arange(0, T)
-            if RIDER_AHEAD > 0:  # known before the router is
-                known = rider_w + tl.minimum(row, rider_inner - 1).to(tl.int64) * rider_width
-                prefetch_l2(known, RIDER_AHEAD)
-                prefetch_l2(known + rider_inner * rider_width, RIDER_AHEAD)
-            follow(EARLY)
+            token = program // blocks * T + tl.arange(0, T)
             gate, up = shared_pair(
                 *(rider_w, rider_width, row0, rider_inner, rider_x, token, token < tokens, rider_stride),
                 *(R, RIDER_K, RIDER_S, RIDER_EVEN),
@@ -91,11 +83,10 @@ def _gate_up(
             store_hidden(gate, up, rider_h, token, token < tokens, row0, rider_inner, SITU, BETA, LINEAR_BETA)
             return
         program -= riders
-    follow(EARLY)
     if MODE == 0:
-        gate_up_runs(
+        gate_up_sorted(
             *(x, w, scale, pairs, table, h, program, slots, inner, width, x_stride),
-            *(FP4, TOP_K, SITU, BETA, LINEAR_BETA, T, R, K, STACKED, TAIL, SMALL, EVEN, WALK),
+            *(FP4, TOP_K, SITU, BETA, LINEAR_BETA, T, R, K, STACKED, TAIL, EVEN),
         )
     else:
         blocks = tl.cdiv(inner, R)
@@ -142,14 +133,10 @@ def _down(
     K: tl.constexpr,
     EVEN: tl.constexpr,
     TAIL: tl.constexpr,
-    SMALL: tl.constexpr,
-    WALK: tl.constexpr,
-    AHEAD: tl.constexpr,
     RIDER: tl.constexpr,
     RIDER_K: tl.constexpr,
     RIDER_S: tl.constexpr,
     RIDER_EVEN: tl.constexpr,
-    RIDER_AHEAD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -159,8 +146,6 @@ def _down(
             blocks = tl.cdiv(rider_width, R)
             row, token = program % blocks * R + tl.arange(0, R), program // blocks * T + tl.arange(0, T)
             known = tl.minimum(row, rider_width - 1)
-            if RIDER_AHEAD > 0:
-                prefetch_l2(rider_w + known.to(tl.int64) * rider_inner, RIDER_AHEAD)
             follow(EARLY)
             total = shared_product(
                 rider_w, rider_inner, known, rider_h, token, token < tokens, RIDER_K, RIDER_S, RIDER_EVEN
@@ -171,21 +156,17 @@ def _down(
         program -= riders
     if MODE == 0:
         follow(EARLY)
-        down_runs(
-            *(h, w, scale, pairs, table, out, program, slots, inner, width, FP4, T, R, K, TAIL, SMALL, EVEN, WALK)
-        )
+        down_sorted(*(h, w, scale, pairs, table, out, program, slots, inner, width, FP4, T, R, K, TAIL, EVEN))
     else:
         blocks = tl.cdiv(width, R)
         row, slot = program % blocks * R + tl.arange(0, R), program // blocks
-        # the choice was made by the last but one kernel, or earlier: it may be read, and weights asked for, at once
+        # the choice was made by the last but one kernel, or earlier: it may be read at once
         expert, place, inside = members(experts, slot, tokens, first, count, MODE, TOP_K, CHOICES, T)
-        weights = matrix(w, expert, width, inner, 2 if FP4 else 1)
-        scales = matrix(scale, expert, width, inner, 32 if FP4 else 1)
-        if AHEAD > 0 and expert >= 0:
-            prefetch_l2(weights + tl.minimum(row, width - 1).to(tl.int64) * (inner // (2 if FP4 else 1)), AHEAD)
         follow(EARLY)
         if expert < 0:
             return
+        weights = matrix(w, expert, width, inner, 2 if FP4 else 1)
+        scales = matrix(scale, expert, width, inner, 32 if FP4 else 1)
         down_tile(*(h, weights, scales, pairs, out, place, inside, 0, row, inner, width, MODE, FP4, K, 0, EVEN))
 
 
@@ -253,20 +234,17 @@ def expert_products(
     out = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     sizes = (tokens, slots, bank.first, bank.count, inner, width)
     flags = {"MODE": mode, "FP4": fp4, "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), **early_launch()}
-    walk = plan.programs * _multiprocessors(x.device) if mode == SORTED and rider is None else 0
-    flags |= {"TAIL": plan.tail, "SMALL": plan.small} if mode == SORTED else {"TAIL": 0, "SMALL": 0}
-    flags["WALK"] = walk > 0
+    flags["TAIL"] = plan.tail if mode == SORTED else 0
     wide, narrow = plan.wide, plan.narrow
     a, b = _riding(rider, plan, tokens, h)
-    _gate_up[(walk or a.programs + triton.cdiv(inner, wide.R) * slots,)](
+    _gate_up[(a.programs + triton.cdiv(inner, wide.R) * slots,)](
         *(x, w13, w13_scale, experts, order, table, h, *a.tensors, *sizes, x.stride(0), *a.sizes),
         **(flags | activation_constants(activation) | _launch(wide, width) | a.flags),
         STACKED=wide.stacked,
     )
-    _down[(walk or b.programs + triton.cdiv(width, narrow.R) * slots,)](
+    _down[(b.programs + triton.cdiv(width, narrow.R) * slots,)](
         *(h, w2, w2_scale, experts, order, table, out, *b.tensors, *sizes, *b.sizes),
         **(flags | _launch(narrow, inner) | b.flags),
-        AHEAD=_ahead(plan.ahead, w2) if early_launch()["EARLY"] else 0,
     )
     return out
 
@@ -284,7 +262,7 @@ class _Riding:
 def _riding(rider: Rider | None, plan: Plan, tokens: int, stand_in: torch.Tensor) -> tuple[_Riding, _Riding]:
     """Of the gate-up launch and of the down launch."""
     if rider is None:
-        flags = {"RIDER": False, "RIDER_K": 16, "RIDER_S": 1, "RIDER_EVEN": True, "RIDER_AHEAD": 0}
+        flags = {"RIDER": False, "RIDER_K": 16, "RIDER_S": 1, "RIDER_EVEN": True}
         none = _Riding(programs=0, tensors=(stand_in,) * 3, sizes=(0, 0, 0, 0), flags=flags)
         return none, none
     width, tiles = rider.x.shape[1], triton.cdiv(tokens, plan.T)
@@ -305,24 +283,9 @@ def _riding(rider: Rider | None, plan: Plan, tokens: int, stand_in: torch.Tensor
 
 
 def _rider_flags(w: torch.Tensor, plan: Plan) -> dict[str, Any]:
-    columns = w.shape[1]
-    k = min(_SHARED_K, plan.wide.K)
+    columns, k = w.shape[1], min(_SHARED_K, plan.wide.K)
     parts = segments(columns)
-    ahead = _ahead(plan.rider_ahead, w) if early_launch()["EARLY"] else 0
-    even = columns // parts % k == 0
-    return {"RIDER": True, "RIDER_K": k, "RIDER_S": parts, "RIDER_EVEN": even, "RIDER_AHEAD": ahead}
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """Of an H200 where the kernels are only compiled, or interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
-def _ahead(columns: int, w: torch.Tensor) -> int:
-    """Bytes of a row of w to ask for ahead of the wait: whole pieces of 16, or none where rows are not laid so."""
-    row = w.shape[-1] * w.element_size()
-    return min(columns * w.element_size(), row) if row % 16 == 0 and w.data_ptr() % 16 == 0 else 0
+    return {"RIDER": True, "RIDER_K": k, "RIDER_S": parts, "RIDER_EVEN": columns // parts % k == 0}
 
 
 def _launch(tile: Tile, columns: int) -> dict[str, Any]:

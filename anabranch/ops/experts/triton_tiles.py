@@ -1,4 +1,4 @@
-"""One tile of the expert kernels, and the tiles of sorted runs of pairs: in the table's order, as wide as they need."""
+"""One tile of the expert kernels, and the tiles of sorted runs of pairs, in the order of their table."""
 
 import triton
 import triton.language as tl
@@ -97,28 +97,21 @@ def gate_up_sorted(
     K: tl.constexpr,
     STACKED: tl.constexpr,
     TAIL: tl.constexpr,
-    SMALL: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The i-th piece of h in the order of the table: R rows for the pairs of one tile, in the width that they need."""
+    """The i-th piece of h in the order of the table: R rows for the pairs of one tile, of which the last has a tail."""
     blocks = tl.cdiv(inner, R)
     row0, slot = i % blocks * R, i // blocks
     expert, begin, held = sorted_tile(table, slot, slots)
     end, place = begin + held, begin + tl.arange(0, T)
     weights = matrix(w, expert, 2 * inner, width, 2 if FP4 else 1)
     scales = matrix(scale, expert, 2 * inner, width, 32 if FP4 else 1)
-    if SMALL > 0 and (held > 0) & (held <= SMALL):
-        few = begin + tl.arange(0, SMALL)
-        gate_up_tile(
-            *(x, weights, scales, pairs, h, few, few < end, end, row0, inner, width, x_stride),
-            *(0, FP4, TOP_K, SITU, BETA, LINEAR_BETA, R, K, STACKED, 0, EVEN),
-        )
     if TAIL > 0 and held > T:
         gate_up_tile(
             *(x, weights, scales, pairs, h, place, place < end, end, row0, inner, width, x_stride),
             *(0, FP4, TOP_K, SITU, BETA, LINEAR_BETA, R, K, STACKED, TAIL, EVEN),
         )
-    if (held > SMALL) & (held <= T):
+    if (held > 0) & (held <= T):
         gate_up_tile(
             *(x, weights, scales, pairs, h, place, place < end, end, row0, inner, width, x_stride),
             *(0, FP4, TOP_K, SITU, BETA, LINEAR_BETA, R, K, STACKED, 0, EVEN),
@@ -180,7 +173,6 @@ def down_sorted(
     R: tl.constexpr,
     K: tl.constexpr,
     TAIL: tl.constexpr,
-    SMALL: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """The i-th piece of the output in the order of the table, as `gate_up_sorted` has it."""
@@ -190,80 +182,7 @@ def down_sorted(
     end, place = begin + held, begin + tl.arange(0, T)
     weights = matrix(w, expert, width, inner, 2 if FP4 else 1)
     scales = matrix(scale, expert, width, inner, 32 if FP4 else 1)
-    if SMALL > 0 and (held > 0) & (held <= SMALL):
-        few = begin + tl.arange(0, SMALL)
-        down_tile(*(h, weights, scales, pairs, out, few, few < end, end, row, inner, width, 0, FP4, K, 0, EVEN))
     if TAIL > 0 and held > T:
         down_tile(*(h, weights, scales, pairs, out, place, place < end, end, row, inner, width, 0, FP4, K, TAIL, EVEN))
-    if (held > SMALL) & (held <= T):
+    if (held > 0) & (held <= T):
         down_tile(*(h, weights, scales, pairs, out, place, place < end, end, row, inner, width, 0, FP4, K, 0, EVEN))
-
-
-@triton.jit
-def gate_up_runs(
-    x,
-    w,
-    scale,
-    pairs,
-    table,
-    h,
-    program,
-    slots,
-    inner,
-    width,
-    x_stride,
-    FP4: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SITU: tl.constexpr,
-    BETA: tl.constexpr,
-    LINEAR_BETA: tl.constexpr,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    STACKED: tl.constexpr,
-    TAIL: tl.constexpr,
-    SMALL: tl.constexpr,
-    EVEN: tl.constexpr,
-    WALK: tl.constexpr,
-):
-    """One piece of h, or with WALK every so-manieth up to the last."""
-    if WALK:
-        for i in range(program, tl.load(table + 3 * slots) * tl.cdiv(inner, R), tl.num_programs(0)):
-            gate_up_sorted(
-                *(x, w, scale, pairs, table, h, i, slots, inner, width, x_stride),
-                *(FP4, TOP_K, SITU, BETA, LINEAR_BETA, T, R, K, STACKED, TAIL, SMALL, EVEN),
-            )
-    else:
-        gate_up_sorted(
-            *(x, w, scale, pairs, table, h, program, slots, inner, width, x_stride),
-            *(FP4, TOP_K, SITU, BETA, LINEAR_BETA, T, R, K, STACKED, TAIL, SMALL, EVEN),
-        )
-
-
-@triton.jit
-def down_runs(
-    h,
-    w,
-    scale,
-    pairs,
-    table,
-    out,
-    program,
-    slots,
-    inner,
-    width,
-    FP4: tl.constexpr,
-    T: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    TAIL: tl.constexpr,
-    SMALL: tl.constexpr,
-    EVEN: tl.constexpr,
-    WALK: tl.constexpr,
-):
-    """One piece of the output, or with WALK every so-manieth up to the last."""
-    if WALK:
-        for i in range(program, tl.load(table + 3 * slots) * tl.cdiv(width, R), tl.num_programs(0)):
-            down_sorted(*(h, w, scale, pairs, table, out, i, slots, inner, width, FP4, T, R, K, TAIL, SMALL, EVEN))
-    else:
-        down_sorted(*(h, w, scale, pairs, table, out, program, slots, inner, width, FP4, T, R, K, TAIL, SMALL, EVEN))
