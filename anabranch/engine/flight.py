@@ -32,9 +32,9 @@ class Flight:
     depths: list[int] = field(default_factory=list)
     landed: torch.cuda.Event | None = None
 
-    def row_of(self, request: Request) -> int:
-        """The row of `samples` that holds this request's token."""
-        return next(row for row, i in enumerate(self.ready) if self.segments[i][0] is request)
+    def rows(self) -> dict[Request, int]:
+        """The row of `samples` that holds each request's token."""
+        return {self.segments[i][0]: row for row, i in enumerate(self.ready)}
 
     def seal(self, device: torch.device) -> None:
         """All that belongs to the step is launched."""

@@ -99,7 +99,8 @@ class Runner:
             return None
         assert behind is not None
         assert behind.samples is not None
-        rows, tokens = [behind.row_of(r) for r in flying], behind.samples.tokens
+        row_of, tokens = behind.rows(), behind.samples.tokens
+        rows = [row_of[r] for r in flying]
         return tokens if rows == list(range(len(tokens))) else tokens[to_device(rows, self.device)]
 
     def _why_eager(self, segments: Sequence[tuple[Request, int]]) -> str | None:

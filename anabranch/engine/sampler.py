@@ -67,7 +67,7 @@ class Samples:
 
 def needs_history(request: Drawer) -> bool:
     """Whether the next choice depends on the tokens before it other than through the logits."""
-    return request.params.reshapes_logits or request.params.min_tokens > 0
+    return request.params.reshapes_logits or bool(request.banned)
 
 
 def sample(
@@ -143,9 +143,7 @@ def _column(params: Sequence[SamplingParams], name: str, device: torch.device) -
 def _draw_any(logits: torch.Tensor, params: Sequence[SamplingParams], chance: torch.Tensor) -> torch.Tensor:
     # in double and from the largest down, so that no temperature underflows to a division by zero
     below = logits.double() - logits.amax(-1, keepdim=True).double()
-    reached = _running_sum(torch.softmax(below / _column(params, "temperature", logits.device), -1))
-    place = torch.searchsorted(reached, chance * reached[:, -1:], right=True)[:, 0]
-    return place.clamp_max(logits.shape[1] - 1)
+    return _place(torch.softmax(below / _column(params, "temperature", logits.device), -1), chance)[:, 0]
 
 
 def _draw_cut(logits: torch.Tensor, params: Sequence[SamplingParams], chance: torch.Tensor) -> torch.Tensor:
@@ -158,11 +156,16 @@ def _draw_cut(logits: torch.Tensor, params: Sequence[SamplingParams], chance: to
     keep = _running_sum(probs) - probs < _column(params, "top_p", device)
     keep &= probs >= _column(params, "min_p", device) * probs[:, :1]
     keep[:, 0] = True
-    reached = _running_sum(probs * keep)
-    place = torch.searchsorted(reached, chance * reached[:, -1:], right=True)
-    # rounding must not lead past the last token that was kept
-    last = (keep & (probs > 0)).sum(-1, keepdim=True) - 1
-    return ids.gather(1, torch.minimum(place, last).clamp_min(0))[:, 0]
+    return ids.gather(1, _place(probs * keep, chance))[:, 0]
+
+
+def _place(weights: torch.Tensor, chance: torch.Tensor) -> torch.Tensor:
+    """The column [n, 1] at which the running sum of each row passes its share `chance` [n, 1] of the whole."""
+    reached = _running_sum(weights)
+    # below the whole whatever the rounding, so that the column passed has weight
+    goal = torch.minimum(chance * reached[:, -1:], reached[:, -1:].nextafter(reached.new_zeros(())))
+    # a row of NaN passes nothing
+    return torch.searchsorted(reached, goal, right=True).clamp_max(weights.shape[1] - 1)
 
 
 def _running_sum(probs: torch.Tensor) -> torch.Tensor:
