@@ -20,7 +20,7 @@ from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
 from anabranch.models.chat import ChatRenderer
 from anabranch.models.tokenizer import Tokenizer, has_tokenizer
-from anabranch.models.update import stored_weights, update_weights
+from anabranch.models.update import update_weights
 from anabranch.parallel.layout import Layout
 
 
@@ -283,16 +283,12 @@ class LLM:
             )
         given = weights if isinstance(weights, Path) else list(weights)
         if self.fleet is not None:  # all ranks must take it before one writes
-            self._update(given, write=False)
+            update_weights(self.model, given, write=False)
             self.fleet.call("update_weights", given, False)
             self.fleet.call("update_weights", given, True)
-        written = self._update(given, write=True)
+        written = update_weights(self.model, given)
         self.engine.flush()
         return written
-
-    def _update(self, given: Path | Sequence[tuple[str, torch.Tensor]], *, write: bool) -> int:
-        items = stored_weights(given, self.model.config) if isinstance(given, Path) else given
-        return update_weights(self.model, items, write=write)
 
     def request(self, prompt: str | Sequence[int], params: SamplingParams, *, skip_special: bool = True) -> Request:
         """A request for the engine; `skip_special` leaves special tokens out of its text.

@@ -23,7 +23,7 @@ from anabranch.engine.links import Hub, Post
 from anabranch.engine.memory import MemoryPlan
 from anabranch.engine.orders import Shadows
 from anabranch.engine.process import follow_parent
-from anabranch.models.update import stored_weights, update_weights
+from anabranch.models.update import update_weights
 from anabranch.parallel.groups import ProcessGroups, join, leave
 from anabranch.parallel.layout import Layout
 from anabranch.parallel.rendezvous import LOADING_S, Rendezvous, from_environment, on_this_node
@@ -235,9 +235,7 @@ class _Rank:
             return None, str(error)
 
     def _update_weights(self, given: Path | Sequence[tuple[str, torch.Tensor]], write: bool) -> int:
-        model = self.runner.model
-        items = stored_weights(given, model.config) if isinstance(given, Path) else given
-        return update_weights(model, items, write=write)
+        return update_weights(self.runner.model, given, write=write)
 
 
 class RankStream:

@@ -156,8 +156,6 @@ class Worker:
 
     def _update_weights(self, directory: Path) -> int:
         """Overwrite the weights with those of a checkpoint, behind the last step; how many were written."""
-        if self._llm.fleet is not None:
-            raise ValueError("update_weights_from_disk: this server has several ranks; accepted is one")
         while self._llm.engine.busy:
             for request in self._llm.engine.step():
                 self._tell(request)

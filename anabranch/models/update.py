@@ -43,12 +43,15 @@ class _Given:
     full: Sliceable
 
 
-def update_weights(model: KimiForCausalLM, items: Iterable[tuple[str, torch.Tensor]], *, write: bool = True) -> int:
+def update_weights(
+    model: KimiForCausalLM, items: Iterable[tuple[str, torch.Tensor]] | Path, *, write: bool = True
+) -> int:
     """Overwrite weights of `model` in place; returns how many of them this rank holds.
 
     Args:
         items: (name, unsharded tensor) in any spelling that a checkpoint may use, on any device. Read to its end, and
-            checked, before anything is written; weights that are not named keep their values.
+            checked, before anything is written; weights that are not named keep their values. A path is a checkpoint
+            directory with all of them.
         write: False checks alone: of several ranks one may refuse what the others would take.
 
     Raises:
@@ -57,7 +60,7 @@ def update_weights(model: KimiForCausalLM, items: Iterable[tuple[str, torch.Tens
             unchanged.
     """
     views: dict[str, torch.Tensor] = model.state_dict()
-    given = _collect(model.config, items)
+    given = _collect(model.config, _stored(items, model.config) if isinstance(items, Path) else items)
     for name in given:
         _check_pair(name, given)
     _check_finite(given, views)
@@ -68,7 +71,7 @@ def update_weights(model: KimiForCausalLM, items: Iterable[tuple[str, torch.Tens
     return len(held)
 
 
-def stored_weights(path: str | Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(path: Path, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the checkpoint directory `path` that the model uses, memory-mapped: a whole new set of weights.
 
     Raises:
