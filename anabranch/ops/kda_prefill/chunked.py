@@ -39,11 +39,6 @@ SM_PAIRS = 66  # of an H200: more chains than this fill it with whole heads
 SCRATCH, SPARE = 2 << 30, 256 << 20
 
 
-def choose(chains: int) -> Config:
-    """The fastest launch measured on an H200 for segments x heads; every one gives the same bits."""
-    return WHOLE if chains > SM_PAIRS else HALVES
-
-
 def kda_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -146,12 +141,17 @@ class Prefill:
     ) -> None:
         self.v, self.o, self.segments, self.slots, self.state = aligned_rows(v), o, segments, slots, state
         _, self.heads, self.dim = v.shape
-        self.saves, self.config = saves, config or choose(len(segments) * self.heads)
+        self.saves, self.config = saves, config or self.choose(len(segments) * self.heads)
         self.chunks = chunks_of(segments)
         tile, scale = _place_bytes(self.dim)
         places = (self.chunks, self.heads)
         self.tiles = torch.empty(*places, tile // 2, dtype=torch.bfloat16, device=v.device)
         self.scales = torch.empty(*places, scale // 4, dtype=torch.float32, device=v.device)
+
+    @staticmethod
+    def choose(chains: int) -> Config:
+        """The fastest launch measured on an H200 for segments x heads; every one gives the same bits."""
+        return WHOLE if chains > SM_PAIRS else HALVES
 
     def run(
         self,
