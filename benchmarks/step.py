@@ -2,13 +2,16 @@
 
 TPOT is the host's time from one step's tokens to the next one's, over the steps in which every request decodes; TTFT
 runs from `add` to the first token. Prompts are random tokens; the floor assumes a uniform router (see `floor_ms`).
+`--profile` also says where a decode step goes: rows of step_profile.jsonl, with the profiler's cost in them.
 """
 
 import argparse
 import random
 import statistics
 import time
+from collections import defaultdict
 
+import torch
 from common import ROOT, append_row, floor_us, provenance
 
 from anabranch.config.fusion import FusionConfig
@@ -60,6 +63,40 @@ def decode(llm: LLM, batch: int, tokens_in: int, tokens_out: int, rng: random.Ra
     return seconds[2:]
 
 
+def profile(llm: LLM, batch: int, where: dict, rng: random.Random, steps: int = 4) -> None:
+    """Kernels, copies and fills of a few decode steps by name."""
+    vocab, params = llm.model.config.vocab_size, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+    requests = [llm.request(prompt(1024, vocab, rng), params) for _ in range(batch)]
+    for request in requests:
+        llm.engine.add(request)
+    while min(len(r.sampled) for r in requests) < 4:
+        llm.engine.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            llm.engine.step()
+        torch.cuda.synchronize()
+    while llm.engine.busy:
+        llm.engine.step()
+    spent, spans = defaultdict(lambda: [0.0, 0]), []
+    for event in seen.events() or ():
+        if event.device_type == torch.profiler.DeviceType.CUDA and not event.is_user_annotation:
+            spans.append((event.time_range.start, event.time_range.end))
+            spent[event.name[:120]][0] += event.device_time
+            spent[event.name[:120]][1] += 1
+    busy, end = 0.0, 0.0
+    for start, stop in sorted(spans):
+        busy, end = busy + max(0.0, stop - max(start, end)), max(end, stop)
+    kernels = sorted(([name, us / steps, count / steps] for name, (us, count) in spent.items()), key=lambda k: -k[1])
+    print(
+        f"profile batch {batch}: {len(spans) / steps:.0f} launches a step, GPU busy {busy / steps:.0f} us", flush=True
+    )
+    for name, us, count in kernels[:12]:
+        print(f"  {us:9.1f} us {count:6.1f}x  {name[:90]}")
+    found = {"launches": len(spans) / steps, "busy_us": busy / steps, "sum_us": sum(us for _, us, _ in kernels)}
+    row = {"bench": "step_profile", "case": {"batch": batch, "context": 1024}, **found, "kernels": kernels[:40]}
+    append_row(RESULTS / "step_profile.jsonl", where | row)
+
+
 def first_token(llm: LLM, tokens_in: int, rng: random.Random) -> float:
     """Seconds from arrival to the first token of one request."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -107,6 +144,7 @@ def main() -> None:
     parser.add_argument("--prefills", type=int, nargs="*", default=[1024, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tokens-out", type=int, default=128)
+    parser.add_argument("--profile", action="store_true", help="also record where a step goes")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--fusion", default="auto", help="KDA path")
@@ -136,6 +174,8 @@ def main() -> None:
         bench_prefill(llm, tokens_in, args.repeats, where | {"arm": arm}, rng)
     for batch in args.batches:
         bench_decode(llm, batch, args.tokens_out, args.repeats, where | {"arm": arm}, rng)
+        if args.profile:
+            profile(llm, batch, where | {"arm": arm}, rng)
 
 
 if __name__ == "__main__":
