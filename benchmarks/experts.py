@@ -1,4 +1,4 @@
-"""The mixture-of-experts FFN at the Kimi-Linear shape, by CUDA-graph replay, from router to residual.
+"""The mixture-of-experts FFN at the Kimi-Linear shape, by CUDA-graph replay, router included.
 
 Arms: `chain` runs an operation at a time, `together` the common launches, `experts` those without the router, and from
 1024 tokens `matmul` two plain products of as many rows as there are pairs. Four layers' weights take turns, so that
@@ -67,7 +67,7 @@ class Case:
         assert config.moe is not None
         self.moe = config.moe
         make = torch.empty if device == "meta" else torch.randn
-        self.x, self.residual = (make(tokens, WIDTH, dtype=torch.bfloat16, device=device) for _ in range(2))
+        self.x = make(tokens, WIDTH, dtype=torch.bfloat16, device=device)
         self.routing = [route(self.x, layer.router, layer.bias, self.moe) for layer in layers]
         self.rounds = 8 if tokens <= 128 else 1
         # a matrix of one value would draw less power than real ones
@@ -80,14 +80,14 @@ class Case:
 
         weights, chosen = routing or self.route(self.x, layer.router, layer.bias, self.moe)
         routed = routed_experts(self.x, weights, chosen, layer, SILU).bfloat16()
-        return self.residual + (routed + linear(glu(linear(self.x, layer.shared[0]), SILU), layer.shared[1]))
+        return routed + linear(glu(linear(self.x, layer.shared[0]), SILU), layer.shared[1])
 
     def together(self, layer: Layer, routing: Any = None, plan: Plan | None = None) -> torch.Tensor:
         from anabranch.ops.expert_ffn.triton import expert_ffn
         from anabranch.ops.linear.skinny import linear
 
         routing = routing or self.route(self.x, layer.router, layer.bias, self.moe, layer.sync)
-        return expert_ffn(self.x, *routing, layer, SILU, layer.shared, linear, residual=self.residual, plan=plan)
+        return expert_ffn(self.x, *routing, layer, SILU, layer.shared, linear, plan=plan)
 
     def matmul(self, layer: Layer, routing: Any = None) -> torch.Tensor:
         """As many products of plain matrices as the routed and the shared experts have."""
@@ -98,7 +98,7 @@ class Case:
     def floor_bytes(self, router: bool) -> float:
         touched = sum(chosen.unique().numel() for _, chosen in self.routing) / len(self.routing)
         weights = (touched + 1) * 3 * INNER * WIDTH + (EXPERT_COUNT * WIDTH if router else 0)
-        return 2.0 * (weights + 3 * self.tokens * WIDTH)
+        return 2.0 * (weights + 2 * self.tokens * WIDTH)
 
     def measure(self, call: Callable[[Layer, Any], torch.Tensor], router: bool) -> dict[str, Any]:
         def run() -> None:

@@ -11,7 +11,6 @@ from anabranch.layers.load import ExpertLoad
 from anabranch.layers.mlp import Mlp
 
 Routing = tuple[torch.Tensor, torch.Tensor]  # weights and experts of each token
-Maybe = torch.Tensor | None
 
 
 class Router(nn.Module):
@@ -38,7 +37,6 @@ class MoeFfn(nn.Module):
         assert build.config.moe is not None
         moe, hidden = build.config.moe, build.config.hidden_size
         self.moe, self.activation, self.ops, self.comm = moe, build.config.activation, build.ops, build.comm
-        self.alone = build.parallel.tp_size == 1
         self.load = ExpertLoad(build) if build.count_experts else None
         self.gate = Router(build)
         self.experts = (Mxfp4Experts if build.config.expert_format == "mxfp4" else PlainExperts)(build)
@@ -50,37 +48,32 @@ class MoeFfn(nn.Module):
             if moe.latent_norm:
                 self.routed_expert_norm = RMSNorm(build, moe.latent_size)
 
-    def forward(self, x: torch.Tensor, batch: Batch, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden], with `residual` added. The experts see the rows of all attention replicas."""
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]. The experts see the rows of all attention replicas."""
         x = self.comm.gather_rows(x, batch.counts)
         routing = self.gate(x)  # reads the full width, also for latent experts
         if self.load is not None:
             self.load.note(routing[1], batch)
         z = self.routed_expert_down_proj(x) if self.moe.latent_size else None
-        early = residual if self.alone and z is None else None  # the sum of all experts is complete at once
         run = self._separate if self.ops.expert_ffn is None else self._together
         # the latent sum must be complete before its norm, so one collective carries both partial sums
-        y = self.comm.sum_rows(run(x, routing, z, early), batch.counts)
+        y = self.comm.sum_rows(run(x, routing, z), batch.counts)
         if self.moe.latent_size:
             routed, shared = y.split([self.moe.latent_size, x.shape[-1]], -1)
             if self.moe.latent_norm:
                 routed = self.routed_expert_norm(routed)
             y = self.routed_expert_up_proj(routed) + shared
-        return y if residual is None or early is not None else residual + y
+        return y
 
-    def _together(self, x: torch.Tensor, routing: Routing, z: Maybe, residual: Maybe) -> torch.Tensor:
+    def _together(self, x: torch.Tensor, routing: Routing, z: torch.Tensor | None) -> torch.Tensor:
         """This rank's part of routed + shared, or of routed | shared where the experts are latent."""
         shared = self.shared_experts.matrices if self.moe.shared_experts else None
         assert self.ops.expert_ffn is not None
-        return self.ops.expert_ffn(
-            x, *routing, self.experts, self.activation, shared, self.ops.linear, latent=z, residual=residual
-        )
+        return self.ops.expert_ffn(x, *routing, self.experts, self.activation, shared, self.ops.linear, latent=z)
 
-    def _separate(self, x: torch.Tensor, routing: Routing, z: Maybe, residual: Maybe) -> torch.Tensor:
+    def _separate(self, x: torch.Tensor, routing: Routing, z: torch.Tensor | None) -> torch.Tensor:
         """The same, an operation at a time."""
         read = x if z is None else z
         routed = self.ops.routed_experts(read, *routing, self.experts, self.activation).to(x.dtype)
         shared = self.shared_experts.partial(x) if self.moe.shared_experts else torch.zeros_like(x)
-        if z is not None:
-            return torch.cat([routed, shared], -1)
-        return routed + shared if residual is None else residual + (routed + shared)
+        return routed + shared if z is None else torch.cat([routed, shared], -1)

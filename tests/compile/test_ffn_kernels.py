@@ -64,10 +64,7 @@ def launch_ffn(config: ModelConfig, tokens: int, bank, shared: int, plan: Plan |
     weights, chosen = route(x, meta(moe.experts, width), bias, moe, sync)
     matrices = meta(2 * shared, width), meta(width, shared)
     latent = meta(tokens, moe.latent_size) if moe.latent_size else None
-    residual = None if moe.latent_size else x
-    expert_ffn(
-        x, weights, chosen, bank, config.activation, matrices, linear, latent=latent, residual=residual, plan=plan
-    )
+    expert_ffn(x, weights, chosen, bank, config.activation, matrices, linear, latent=latent, plan=plan)
 
 
 @pytest.mark.parametrize(("tokens", "launches"), [(1, 4), (4, 4), (16, 5), (17, 6), (64, 6)])

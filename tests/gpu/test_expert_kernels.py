@@ -46,27 +46,24 @@ def shared() -> tuple[torch.Tensor, torch.Tensor]:
     return randn(2048, 2304, spread=0.02), randn(2304, 1024, spread=0.02)
 
 
-def chain(x, weights, chosen, bank, activation, shared, product, latent=None, residual=None) -> torch.Tensor:
+def chain(x, weights, chosen, bank, activation, shared, product, latent=None) -> torch.Tensor:
     routed = routed_experts(x if latent is None else latent, weights, chosen, bank, activation).to(x.dtype)
     own = product(glu(product(x, shared[0]), activation), shared[1])
-    if latent is not None:
-        return torch.cat([routed, own], -1)
-    return routed + own if residual is None else residual + (routed + own)
+    return routed + own if latent is None else torch.cat([routed, own], -1)
 
 
 @pytest.mark.parametrize("tokens", [*TOKENS, 300])
 def test_common_launches_have_the_bits_of_the_chain(kl_bank, shared, tokens):
     """Against the few-token kernel as against the Triton product: both sum K in the same segments."""
-    x, (weights, chosen), residual = randn(tokens, 2304), random_routing(tokens, 256, 8, "cuda"), randn(tokens, 2304)
+    x, (weights, chosen) = randn(tokens, 2304), random_routing(tokens, 256, 8, "cuda")
     inputs = (x, weights, chosen, kl_bank, SILU, shared)
-    got = expert_ffn(*inputs, segmented.linear, residual=residual)
-    BITWISE.check(got, chain(*inputs, segmented.linear, residual=residual), "Triton product")
-    got = expert_ffn(*inputs, linear, residual=residual)
-    BITWISE.check(got, chain(*inputs, linear, residual=residual), "model's product")
-    BITWISE.check(expert_ffn(*inputs, linear), chain(*inputs, linear), "no residual")
+    got = expert_ffn(*inputs, segmented.linear)
+    BITWISE.check(got, chain(*inputs, segmented.linear), "Triton product")
+    got = expert_ffn(*inputs, linear)
+    BITWISE.check(got, chain(*inputs, linear), "model's product")
     if tokens <= 64:
         alone = (x[-1:], weights[-1:], chosen[-1:], kl_bank, SILU, shared)
-        BITWISE.check(expert_ffn(*alone, linear, residual=residual[-1:]), got[-1:], "last token alone")
+        BITWISE.check(expert_ffn(*alone, linear), got[-1:], "last token alone")
 
 
 HALF, TALL = Tile(T=16, R=32, K=128), Tile(T=16, R=128, K=64)
@@ -130,11 +127,10 @@ def test_other_ranks_experts_are_left_out(kl_bank, shared, first):
 def test_expert_sum_is_bitwise(tokens):
     out, (weights, chosen) = randn(tokens * 8, 2304), random_routing(tokens, 256, 8, "cuda")
     out[((chosen < 64) | (chosen >= 200)).flatten()] = torch.nan
-    wide, residual = randn(tokens, 5000), randn(tokens, 2304)
-    for more in ((None, None), (wide[:, 100:2404], None), (wide[:, 100:2404], residual)):
-        got, want = torch.empty(tokens, 2304, device="cuda").bfloat16(), torch.empty_like(residual)
-        expert_sum(out, weights, chosen, 64, 136, got, *more)
-        sum_reference.expert_sum(out, weights, chosen, 64, 136, want, *more)
+    for shared in (None, randn(tokens, 5000)[:, 100:2404]):
+        got, want = (torch.empty(tokens, 2304, device="cuda").bfloat16() for _ in range(2))
+        expert_sum(out, weights, chosen, 64, 136, got, shared)
+        sum_reference.expert_sum(out, weights, chosen, 64, 136, want, shared)
         BITWISE.check(got, want)
 
 
@@ -156,7 +152,7 @@ def test_one_launch_routes_as_two_do(request, monkeypatch, config):
 
 @pytest.mark.parametrize("tokens", [1, 16, 64])
 def test_a_chain_of_layers_replays(real_kl, kl_bank, shared, tokens):
-    """Router and experts of 12 layers in one graph, each layer the next one's residual stream: early starts must not
+    """Router and experts of 12 layers in one graph, each layer's result the next one's stream: early starts must not
     let a layer read what the one before has not written."""
     weight, bias = randn(256, 2304, spread=0.02), torch.zeros(256, device="cuda")
     sync = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -164,7 +160,7 @@ def test_a_chain_of_layers_replays(real_kl, kl_bank, shared, tokens):
     def run(x: torch.Tensor) -> torch.Tensor:
         for _ in range(12):
             weights, chosen = route(x, weight, bias, real_kl.moe, sync)
-            x = expert_ffn(x, weights, chosen, kl_bank, SILU, shared, linear, residual=x)
+            x = x + expert_ffn(x, weights, chosen, kl_bank, SILU, shared, linear)
         return x
 
     x = randn(tokens, 2304)
@@ -172,7 +168,7 @@ def test_a_chain_of_layers_replays(real_kl, kl_bank, shared, tokens):
     for _ in range(12):
         weights, chosen = route(want, weight, bias, real_kl.moe)
         torch.cuda.synchronize()
-        want = chain(want, weights, chosen, kl_bank, SILU, shared, linear, residual=want)
+        want = want + chain(want, weights, chosen, kl_bank, SILU, shared, linear)
         torch.cuda.synchronize()
     BITWISE.check(run(x), want, "eager")
     graph = torch.cuda.CUDAGraph()

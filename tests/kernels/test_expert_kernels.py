@@ -51,14 +51,10 @@ def permutations(count: int, width: int, dtype: torch.dtype) -> tuple[PlainBank,
     return bank, (torch.cat([eye.roll(3, 0), -eye.roll(5, 0)]).to(dtype), -eye.roll(2, 0).to(dtype))
 
 
-def chain(x, weights, chosen, bank, activation, shared, latent=None, residual=None) -> torch.Tensor:
+def chain(x, weights, chosen, bank, activation, shared) -> torch.Tensor:
     """The same as one kernel after the other."""
-    routed = routed_experts(x if latent is None else latent, weights, chosen, bank, activation, PLANS["sorted"])
-    own = linear(glu(linear(x, shared[0]), activation), shared[1])
-    if latent is not None:
-        return torch.cat([routed.to(x.dtype), own], -1)
-    both = routed.to(x.dtype) + own
-    return both if residual is None else residual + both
+    routed = routed_experts(x, weights, chosen, bank, activation, PLANS["sorted"])
+    return routed.to(x.dtype) + linear(glu(linear(x, shared[0]), activation), shared[1])
 
 
 @DTYPES
@@ -66,10 +62,9 @@ def chain(x, weights, chosen, bank, activation, shared, latent=None, residual=No
 def test_a_rider_has_the_bits_of_its_own_chain(dtype, tokens):
     bank, shared = permutations(6, 40, dtype)
     x, (weights, chosen) = torch.randn(tokens, 40).to(dtype), random_routing(tokens, 6, 3)
-    residual = strided(tokens, 40, dtype)
-    for activation, more in ((SILU, residual), (SITU, None)):
-        got = expert_ffn(x, weights, chosen, bank, activation, shared, linear, residual=more)
-        assert torch.equal(got, chain(x, weights, chosen, bank, activation, shared, residual=more))
+    for activation in (SILU, SITU):
+        got = expert_ffn(x, weights, chosen, bank, activation, shared, linear)
+        assert torch.equal(got, chain(x, weights, chosen, bank, activation, shared))
     for name, plan in PLANS.items() if dtype == torch.bfloat16 else ():
         assert torch.equal(expert_ffn(x, weights, chosen, bank, SITU, shared, linear, plan=plan), got), name
 
@@ -101,10 +96,10 @@ def test_expert_ffn_against_the_reference(monkeypatch, dtype, tokens, first, cou
     bank.w13[0], bank.w2[0] = torch.nan, torch.nan
     x, (weights, chosen) = torch.randn(tokens, 40).to(dtype), routing_without(first, tokens, 9, 3)
     shared = (torch.randn(2 * 72, 40) * 0.3).to(dtype), (torch.randn(40, 72) * 0.3).to(dtype)
-    for part, residual in ((shared, None), (shared, x.flip(0)), (None, x.flip(0)), (None, None)):
+    for part in (shared, None):
         inputs = (x, weights, chosen, bank, SITU, part)
-        got = expert_ffn(*inputs, linear, residual=residual)
-        want = ffn_reference.expert_ffn(*inputs, linear_reference.linear, residual=residual)
+        got = expert_ffn(*inputs, linear)
+        want = ffn_reference.expert_ffn(*inputs, linear_reference.linear)
         EXPERT_FFN.equality.check(got, want)
 
 
@@ -122,12 +117,6 @@ def test_latent_experts_leave_two_sums_side_by_side(monkeypatch, dtype, tokens):
         assert got.shape == (tokens, 96 + 40)
         EXPERT_FFN.equality.check(got[:, :96], want[:, :96])
         EXPERT_FFN.equality.check(got[:, 96:], want[:, 96:])
-
-
-def test_a_latent_sum_takes_no_residual():
-    x, bank = torch.ones(1, 40), plain_bank(2, 8, 40, torch.float32)
-    with pytest.raises(AssertionError, match="not complete"):
-        expert_ffn(x, *random_routing(1, 2, 1), bank, SILU, None, linear, latent=x, residual=x)
 
 
 def test_plans_find_pairs_in_three_ways():
@@ -168,12 +157,11 @@ def test_expert_sum_is_bitwise(monkeypatch, dtype, tokens):
     monkeypatch.setattr(sum_kernels, "_BLOCK", 256)
     out, (weights, chosen) = torch.randn(tokens * 5, 700).to(dtype), random_routing(tokens, 20, 5)
     out[((chosen < 3) | (chosen >= 15)).flatten()] = torch.nan
-    shared, residual = strided(tokens, 700, dtype), strided(tokens, 700, dtype, 9)
-    for more in ((None, None), (shared, None), (None, residual), (shared, residual)):
+    for shared in (None, strided(tokens, 700, dtype)):
         wide = torch.full((tokens, 720), 7.0, dtype=dtype)
         want = torch.empty(tokens, 700, dtype=dtype)
-        expert_sum(out, weights, chosen, 3, 12, wide[:, 20:], *more)
-        sum_reference.expert_sum(out, weights, chosen, 3, 12, want, *more)
+        expert_sum(out, weights, chosen, 3, 12, wide[:, 20:], shared)
+        sum_reference.expert_sum(out, weights, chosen, 3, 12, want, shared)
         EXPERT_SUM.equality.check(wide[:, 20:], want)
         assert (wide[:, :20] == 7).all()
 

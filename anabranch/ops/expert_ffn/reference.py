@@ -18,12 +18,11 @@ def expert_ffn(
     shared: tuple[torch.Tensor, torch.Tensor] | None,
     linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     latent: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """residual + (routed + shared), or routed | shared."""
+    """routed + shared, or routed | shared."""
     z = x if latent is None else latent
     routed = routed_experts(z, weights, experts, bank, activation, linear).to(x.dtype)
     own = torch.zeros_like(x) if shared is None else linear(glu(linear(x, shared[0]), activation), shared[1])
     if latent is not None:
         return torch.cat([routed, own], -1)
-    return routed + own if residual is None else residual + (routed + own)
+    return routed + own

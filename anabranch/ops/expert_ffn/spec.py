@@ -13,14 +13,9 @@ EXPERT_FFN = OpSpec(
         "shared": "(gate|up [2*J, V], down [V, J]) in the model dtype with dense rows, or None",
         "linear": "the model's product: what the shared expert runs on where it has launches of its own",
         "latent": "model dtype [T, W] that the routed experts read, or None",
-        "residual": "model dtype [T, V] to add, or None; only without `latent`",
     },
-    outputs={
-        "y": "model dtype: [T, V] = residual + (round(routed) + shared), or with `latent` [T, W + V] routed | shared"
-    },
-    constraints=(
-        "the bits of the chain routed_experts, linear, glu, linear, add, add, where linear sums K in segments",
-    ),
+    outputs={"y": "model dtype: [T, V] = round(routed) + shared, or with `latent` [T, W + V] routed | shared"},
+    constraints=("the bits of the chain routed_experts, linear, glu, linear, add, where linear sums K in segments",),
     equality=tolerance(2e-6, 1.5e-2),
     source="model_spec section 6.3",
 )

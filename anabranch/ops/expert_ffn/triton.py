@@ -24,11 +24,9 @@ def expert_ffn(
     shared: tuple[torch.Tensor, torch.Tensor] | None,
     linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     latent: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
     plan: Plan | None = None,
 ) -> torch.Tensor:
-    """residual + (routed + shared), or routed | shared."""
-    assert latent is None or residual is None, "a latent sum is not complete yet"
+    """routed + shared, or routed | shared."""
     z = x if latent is None else latent
     width = 0 if latent is None else z.shape[1]
     y = torch.empty((len(x), width + x.shape[1]), dtype=x.dtype, device=x.device)
@@ -45,6 +43,6 @@ def expert_ffn(
     elif shared is not None and rider is None:
         made = linear(glu(linear(x, shared[0]), activation), shared[1])
         own = own.copy_(made) if width else made
-    both = (None, None) if width else (own if shared is not None else None, residual)
-    expert_sum(out, weights, experts, bank.first, bank.count, y[:, : width or None], *both)
+    added = None if width or shared is None else own
+    expert_sum(out, weights, experts, bank.first, bank.count, y[:, : width or None], added)
     return y

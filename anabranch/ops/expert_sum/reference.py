@@ -11,7 +11,6 @@ def expert_sum(
     count: int,
     y: torch.Tensor,
     shared: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
 ) -> None:
     """Writes y."""
     (tokens, top_k), rows = experts.shape, torch.arange(len(experts), device=experts.device)
@@ -23,6 +22,4 @@ def expert_sum(
         part = out.unflatten(0, (tokens, top_k))[rows, pick].float() * weights[rows, pick, None]
         total = torch.where(local[:, None], total + part, total)
     value = total.to(y.dtype)
-    if shared is not None:
-        value = value + shared
-    y.copy_(value if residual is None else residual + value)
+    y.copy_(value if shared is None else value + shared)

@@ -33,15 +33,12 @@ def _expert_sum(
     experts,
     y,
     shared,
-    residual,
     first,
     count,
     width,
     y_stride,
     shared_stride,
-    residual_stride,
     SHARED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -66,9 +63,6 @@ def _expert_sum(
         if SHARED:
             added = tl.load(shared + token * shared_stride + column, mask=inside, other=0.0)
             value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
-        if RESIDUAL:
-            added = tl.load(residual + token * residual_stride + column, mask=inside, other=0.0)
-            value = (added.to(tl.float32) + value.to(tl.float32)).to(dtype)
         tl.store(y + token * y_stride + column, value, mask=inside)
 
 
@@ -80,7 +74,6 @@ def expert_sum(
     count: int,
     y: torch.Tensor,
     shared: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
 ) -> None:
     """Writes y."""
     (tokens, top_k), width = experts.shape, out.shape[1]
@@ -88,12 +81,11 @@ def expert_sum(
     block = 512 if few else _BLOCK
     blocks = triton.cdiv(width, block)
     grid = (tokens, blocks) if few else (tokens, 1)
-    others = [y if t is None else t for t in (shared, residual)]
+    added = y if shared is None else shared
     _expert_sum[grid](
-        *(out, weights.contiguous(), experts.contiguous(), y, *others, first, count, width, y.stride(0)),
-        *(t.stride(0) for t in others),
+        *(out, weights.contiguous(), experts.contiguous(), y, added, first, count, width, y.stride(0)),
+        added.stride(0),
         SHARED=shared is not None,
-        RESIDUAL=residual is not None,
         TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k),
         BLOCK=block,
