@@ -227,7 +227,7 @@ def build_kernels() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="existing folder")
+    parser.add_argument("out", type=Path, help="folder, made if need be")
     parser.add_argument("--model", type=Path, help="config.json of another model; weights are dummies")
     parser.add_argument("--prefix", default="h200_k3")
     parser.add_argument("--steps", type=int, default=4)
@@ -237,6 +237,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("needs a CUDA GPU, this machine has none", file=sys.stderr)
         return 2
+    options.out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     build_kernels()
     with tempfile.TemporaryDirectory() as place:

@@ -1,7 +1,9 @@
 """Two GPUs against one, deterministic, with the shapes of Kimi-Linear-48B and dummy weights, the same in every layout.
 
 Pipeline stages change no bit. Tensor and expert parallelism change the order of sums: in fp32 that leaves every greedy
-token alone. Eight layers, so that fp32 fits on one GPU; `benchmarks/layouts.py --equality` compares the whole model.
+token alone where every expert is chosen. With 8 of 256 it does not: a choice flips where two experts lie closer than
+the sums (docs/log.md), so these are compared by log probabilities. Eight layers, so that fp32 fits on one GPU;
+`benchmarks/layouts.py --equality` compares the whole model.
 """
 
 import gc
@@ -23,15 +25,14 @@ PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, prompt_
 LENGTHS = (1, 5, 64, 65, 130, 300)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def cut(path: Path, **changes: int) -> Path:
+    """The shapes of Kimi-Linear-48B in eight layers."""
     source = Path(__file__).parents[1] / "data/configs/kimi_linear_48b_config.json"
     config = json.loads(source.read_text())
-    config["num_hidden_layers"] = 8
+    config |= {"num_hidden_layers": 8} | changes
     kinds = config["linear_attn_config"]
     for name in ("kda_layers", "full_attn_layers"):
         kinds[name] = [i for i in kinds[name] if i <= 8]
-    path = tmp_path_factory.mktemp("layouts")
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -52,22 +53,43 @@ def answers(model: Path, dtype: str, **layout: int):
 
 
 @pytest.fixture(scope="module")
-def one(model):
-    return {dtype: answers(model, dtype) for dtype in ("float32", "bfloat16")}
+def chosen(tmp_path_factory):
+    """A model that chooses 8 of 256 experts, and its answers in bf16 on one GPU."""
+    model = cut(tmp_path_factory.mktemp("chosen"))
+    return model, answers(model, "bfloat16")
 
 
-def test_pipeline_stages_change_no_bit(model, one):
-    assert answers(model, "bfloat16", pp=2) == one["bfloat16"]
+@pytest.fixture(scope="module")
+def every(tmp_path_factory):
+    """A model whose eight experts are all taken, so that no last bit decides, and its answers in fp32 on one GPU."""
+    model = cut(tmp_path_factory.mktemp("every"), num_experts=8)
+    return model, answers(model, "float32")
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "dp_attention": 2, "ep": 2}], ids=str)
-def test_other_orders_of_sums_change_no_token(model, one, layout):
+def test_pipeline_stages_change_no_bit(chosen):
+    model, one = chosen
+    assert answers(model, "bfloat16", pp=2) == one
+
+
+LAYOUTS = pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "dp_attention": 2, "ep": 2}], ids=str)
+
+
+@LAYOUTS
+def test_other_orders_of_sums_change_no_token(every, layout):
+    model, (want_tokens, want_scores) = every
     tokens, scores = answers(model, "float32", **layout)
     assert len({token for answer in tokens for token in answer}) > 12, "degenerate answers prove nothing"
-    assert tokens == one["float32"][0]
-    for got, want in zip(scores, one["float32"][1], strict=True):
-        assert got == pytest.approx(want, abs=2e-3)
-    # in bf16 a near tie may fall the other way: what was given is scored alike
-    tokens, scores = answers(model, "bfloat16", **layout)
-    for length, got, want in zip(LENGTHS, scores, one["bfloat16"][1], strict=True):
-        assert got[: length - 1] == pytest.approx(want[: length - 1], abs=0.25)
+    assert tokens == want_tokens
+    for got, want in zip(scores, want_scores, strict=True):
+        assert got == pytest.approx(want, abs=1e-4)
+
+
+@LAYOUTS
+def test_prompts_are_scored_alike(chosen, layout):
+    """In bf16, with expert choices that may flip at near ties: the mean holds, single tokens need not."""
+    model, (_, one) = chosen
+    scores = answers(model, "bfloat16", **layout)[1]
+    asked = [(got[: n - 1], want[: n - 1]) for n, got, want in zip(LENGTHS, scores, one, strict=True)]
+    apart = [abs(g - w) for got, want in asked for g, w in zip(got, want, strict=True)]
+    print(f"mean {sum(apart) / len(apart):.4f}, largest {max(apart):.4f}")
+    assert sum(apart) / len(apart) < 0.1
