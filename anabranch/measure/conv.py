@@ -4,19 +4,21 @@
 them; `chain + pack` hands un-normed strided tensors to one packing launch. The others are layouts of ops/kda_inputs.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from anabranch.measure.arms import ArmTimes, Least, held_to, sets_for, time_arms
 from anabranch.ops.arithmetic import sigmoid
+from anabranch.ops.conv.tile import TILE, Tile, parse
 from anabranch.ops.conv.triton import conv
 from anabranch.ops.kda_inputs.spec import KDA_INPUTS, Layout, floor
 from anabranch.ops.kda_inputs.triton import kda_inputs
 from anabranch.ops.norm.triton import l2_norm
 from anabranch.ops.pack.triton import pack
 from anabranch.ops.segments import Segments
+from anabranch.ops.spec import BITWISE
 
 D, CALLS = 128, 4
 
@@ -46,9 +48,9 @@ def conv_and_pack(rows: Rows) -> tuple[torch.Tensor, ...]:
     return pack((*_convolved(rows), rows.logits))
 
 
-def producer(layout: Layout) -> Arm:
+def producer(layout: Layout, tile: Tile = TILE) -> Arm:
     """The convolution that writes this layout itself."""
-    return lambda rows: kda_inputs(*rows, layout=layout)
+    return lambda rows: kda_inputs(*rows, layout=layout, tile=tile)
 
 
 ARMS: dict[str, Arm] = {
@@ -60,14 +62,16 @@ ARMS: dict[str, Arm] = {
 }
 
 
-def bench_conv(device: torch.device, cases: Sequence[tuple[int, ...]]) -> Iterator[ArmTimes]:
-    """Cases of (heads, tokens, segments).
+def bench_conv(device: torch.device, cases: Sequence[tuple[int, ...]], tiles: Sequence[str] = ()) -> Iterator[ArmTimes]:
+    """Cases of (heads, tokens, segments); `tiles` as ops/conv/tile.py names them, each an arm of the grouped layout.
 
     Raises:
-        GateRedError: the layout that replaces the chain differs from it.
+        GateRedError: the layout that replaces the chain differs from it, or a tile shows in the bits.
+        ValueError: a tile that is none, or tokens that do not divide into the segments.
     """
+    tiled = {f"grouped {tile.name}": producer("grouped", tile) for tile in map(parse, tiles)}
     for heads, tokens, segments in cases:
-        yield _case(device, heads, tokens, segments)
+        yield _case(device, heads, tokens, segments, tiled)
 
 
 def _convolved(rows: Rows) -> list[torch.Tensor]:
@@ -84,25 +88,26 @@ def _rows(device: torch.device, heads: int, tokens: int, count: int, weight: tor
     return Rows(wide[:, : 3 * width], segments, torch.arange(count, device=device), pool, weight, logits)
 
 
-def _case(device: torch.device, heads: int, tokens: int, count: int) -> ArmTimes:
+def _case(device: torch.device, heads: int, tokens: int, count: int, tiled: Mapping[str, Arm]) -> ArmTimes:
     if tokens % count:
         raise ValueError(f"cases={heads}x{tokens}x{count}: need tokens that divide into the segments")
     weight = torch.randn(3 * heads * D, 4, device=device) * 0.3
     sets = [_rows(device, heads, tokens, count, weight) for _ in range(sets_for(floor(tokens, heads).bytes // 2))]
-    _check(sets[0])
+    _check(sets[0], tiled)
+    arms = {**ARMS, **tiled}
     return time_arms(
         "conv",
         {"heads": heads, "tokens": tokens, "segments": count},
-        ARMS,
+        arms,
         sets,
         device,
-        least={name: Least.of(floor(tokens, heads, 4 if name == "normed" else 2)) for name in ARMS},
+        least={name: Least.of(floor(tokens, heads, 4 if name == "normed" else 2)) for name in arms},
         equality=KDA_INPUTS.equality.kind,
         calls=CALLS,
     )
 
 
-def _check(rows: Rows) -> None:
+def _check(rows: Rows, tiled: Mapping[str, Arm]) -> None:
     pools = rows.pool.clone(), rows.pool.clone()
     with held_to("conv"):
         want = chain(rows._replace(pool=pools[0]))
@@ -110,3 +115,9 @@ def _check(rows: Rows) -> None:
         for name, a, b in zip(("q", "k", "v", "beta"), got, want, strict=True):
             KDA_INPUTS.equality.check(a, b, name)
         assert torch.equal(*pools), "windows differ"
+        plain = ARMS["grouped"](rows._replace(pool=rows.pool.clone()))
+        for tile, arm in tiled.items():
+            for name, a, b in zip(
+                ("q", "k", "v", "beta"), arm(rows._replace(pool=rows.pool.clone())), plain, strict=True
+            ):
+                BITWISE.check(a, b, f"{tile}: {name}")

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from anabranch.ops.conv.tile import parse
+from anabranch.ops.conv.triton import conv
 from anabranch.ops.kda_inputs.triton import kda_inputs
 from anabranch.ops.pack.triton import pack
 from anabranch.ops.segments import Segments
@@ -41,4 +43,17 @@ def test_producer_layouts(compiled, heads, layout):
         kda_inputs(x, Segments.of(lengths, device="meta"), slots, pool, weight, logits, layout)
     produce, replace = compiled[::2], compiled[1::2]
     assert len({id(kernel) for kernel in produce}) == len({id(kernel) for kernel in replace}) == 1
+    ptx = compiled.check()[0].ptx
+    # both walks: four rows before the loop, four in it and three of the history, from x or the window; none tap by tap
+    assert ptx.count("ld.global.v4.b32") == 2 * (4 + 4 + 2 * 3)
+
+
+@pytest.mark.parametrize("name", ["S8R32W4", "S4R32W4", "S8R16W8", "S16R16W8", "S4R32W2"])
+def test_other_tiles_fit(compiled, name):
+    x, pool = meta(300, 36 * D), meta(16, 3, 36 * D)
+    weight, slots = meta(36 * D, 4, dtype=torch.float32), meta(2, dtype=torch.int64)
+    segments, tile = Segments.of([200, 100], device="meta"), parse(name)
+    for layout in ("grouped", "normed", "rounded"):
+        kda_inputs(x, segments, slots, pool, weight, meta(300, 12), layout, tile)
+    conv(x, segments, slots, pool, weight, tile)
     compiled.check()

@@ -12,14 +12,13 @@ from helpers.kda_prefill import error, exact_prompt, fresh, prompt_inputs, rows_
 
 from anabranch.ops import native
 from anabranch.ops.kda_prefill import chunked, cuda, reference
-from anabranch.ops.kda_prefill.chunked import BOUNDED, SOFTPLUS, Config
+from anabranch.ops.kda_prefill.chunked import BOUNDED, SOFTPLUS
 from anabranch.ops.kda_prefill.spec import EQUAL_KEY_ERRORS, KDA_PROMPT, RANDOM_ERRORS
 
 if why := emulated.why_not():
     pytest.skip(why, allow_module_level=True)
 
 GATES = pytest.mark.parametrize("gate", ["bounded", "softplus"])
-ROWS = pytest.mark.parametrize("rows", [64, 128])
 
 
 @pytest.fixture(autouse=True)
@@ -30,18 +29,17 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return built
 
 
-def run(given: dict[str, Any], rows: int) -> torch.Tensor:
-    return chunked.prompt(cuda.Prefill, **given, config=Config(rows=rows))
+def run(given: dict[str, Any]) -> torch.Tensor:
+    return cuda.kda_prompt(**given)
 
 
 @GATES
-@ROWS
 @pytest.mark.parametrize("near", [None, 1e-2])
-def test_errors_against_fp64(gate, near, rows):
+def test_errors_against_fp64(gate, near):
     """Outputs are rounded to bf16 besides."""
     given = prompt_inputs([201], 1, gate, near=near)
     want, want_state = exact_prompt(given)
-    got = run(given, rows)
+    got = run(given)
     bounds = RANDOM_ERRORS if near is None else EQUAL_KEY_ERRORS
     assert error(got, want) < bounds[0]
     assert error(given["state"][given["slots"]], want_state) < bounds[1]
@@ -96,13 +94,12 @@ def test_a_gate_that_forgets_all_at_once_leaves_no_trace():
     given["forget"][::3], given["forget"][1::3] = 300.0, -30.0
     given["a_log"].fill_(3.0)
     want, want_state = exact_prompt(given)
-    assert error(run(given, 64), want) < RANDOM_ERRORS[0]
+    assert error(run(given), want) < RANDOM_ERRORS[0]
     assert error(given["state"][given["slots"]], want_state) < RANDOM_ERRORS[1]
 
 
-@ROWS
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-def test_ragged_batch(rows, state_dtype):
+def test_ragged_batch(state_dtype):
     """Segments of any length, one without a slot that holds NaN, padding that holds NaN; each as if it were alone."""
     lengths = [1, 65, 0, 64, 70]
     given = prompt_inputs(lengths, 2, padding=5, state_dtype=state_dtype)
@@ -110,7 +107,7 @@ def test_ragged_batch(rows, state_dtype):
     before = fresh(given)
     for name in ("q", "k", "v", "forget"):
         given[name][66:130] = float("nan")
-    got = run(given, rows)[: sum(lengths)]
+    got = run(given)[: sum(lengths)]
     assert not got[66:130].any()
     want = fresh(before)
     KDA_PROMPT.equality.check(got, reference.kda_prompt(**want)[: sum(lengths)], "o")
@@ -119,38 +116,37 @@ def test_ragged_batch(rows, state_dtype):
     idle = [s for s in range(len(given["state"])) if s not in live.tolist()]
     assert torch.equal(given["state"][idle], before["state"][idle])
     alone = fresh(rows_of(before, 130, 200, int(given["slots"][4])))
-    assert torch.equal(run(alone, rows), got[130:])
+    assert torch.equal(run(alone), got[130:])
 
 
 def test_more_segments_than_are_looked_at_together():
     given = prompt_inputs([1, 2, 70] * 12, 1)
     want = fresh(given)
-    KDA_PROMPT.equality.check(run(given, 64), reference.kda_prompt(**want), "o")
+    KDA_PROMPT.equality.check(run(given), reference.kda_prompt(**want), "o")
     assert error(given["state"], want["state"]) < RANDOM_ERRORS[1]
 
 
-@ROWS
-def test_cuts_at_chunk_ends_and_saved_states_are_bits_of_the_whole(rows):
+def test_cuts_at_chunk_ends_and_saved_states_are_bits_of_the_whole():
     given = prompt_inputs([200], 1, slots=6)
     given["slots"], given["saves"] = torch.tensor([4]), torch.tensor([-1, 2, -1, 3])
     whole, before = fresh(given), given["state"].clone()
-    want = run(whole, rows)
+    want = run(whole)
     assert torch.equal(whole["state"][3], whole["state"][4])
     assert torch.equal(whole["state"][[0, 1, 5]], before[[0, 1, 5]])
     part = fresh(given | {"saves": None})
-    first = run(rows_of(part, 0, 128, 4), rows)
+    first = run(rows_of(part, 0, 128, 4))
     assert torch.equal(part["state"][4], whole["state"][2])
-    assert torch.equal(torch.cat([first, run(rows_of(part, 128, 200, 4), rows)]), want)
+    assert torch.equal(torch.cat([first, run(rows_of(part, 128, 200, 4))]), want)
     assert torch.equal(part["state"][4], whole["state"][4])
 
 
-def test_no_order_of_threads_or_number_of_rows_shows_in_the_bits(module):
+def test_no_order_of_threads_shows_in_the_bits(module):
     given = prompt_inputs([330], 1)
     first = None
-    for seed, rows in enumerate((64, 64, 128, 128)):
+    for seed in range(4):
         module.seed(100 + seed)
         own = fresh(given)
-        o = run(own, rows)
+        o = run(own)
         first = first or (o, own["state"])
         assert torch.equal(o, first[0])
         assert torch.equal(own["state"], first[1])
@@ -165,17 +161,17 @@ def test_either_kernel_follows_the_others(module):
 
     given = prompt_inputs([70], 2)
     other = fresh(given)
-    KDA_PROMPT.equality.check(chunked.prompt(Mixed, **given), run(other, 64))
+    KDA_PROMPT.equality.check(chunked.prompt(Mixed, **given), run(other))
     assert error(given["state"], other["state"]) < RANDOM_ERRORS[1]
 
 
 def test_heads_in_turns_give_the_same_bits(monkeypatch):
     given = prompt_inputs([70, 3], 3)
-    turns, want = fresh(given), run(fresh(given), 64)
+    turns, want = fresh(given), run(fresh(given))
     monkeypatch.setattr(chunked, "SCRATCH", 1)
     monkeypatch.setattr(chunked, "SM_PAIRS", 1)
     assert len(chunked.turns(3, 128, given["segments"])) == 3
-    assert torch.equal(run(turns, 64), want)
+    assert torch.equal(run(turns), want)
 
 
 WRONG = {

@@ -46,11 +46,11 @@ def kda_prompt(
 
 
 class Prefill(chunked.Prefill):
-    """One prefill by the native kernels; of `config` only `rows` counts: the value rows of a CTA of the chain."""
+    """One prefill by the native kernels, which have one form each: `config` changes nothing."""
 
     @staticmethod
     def choose(chains: int) -> Config:
-        """Half heads were faster at every shape measured on an H200; the bits are the same."""
+        """That of the native chain, which owns half a head a CTA."""
         return HALVES
 
     def prepare(
@@ -76,7 +76,7 @@ class Prefill(chunked.Prefill):
         """Walk the prepared chunks: o and states."""
         if self.chunks:
             tensors = (self.tiles, self.scales, self.v, self.o, self.segments.offsets, self.slots, self.saves)
-            native.load("kda_prefill").chain(*tensors, self.state, self.config.rows == D)
+            native.load("kda_prefill").chain(*tensors, self.state)
 
 
 def _refuse(name: str, has: object, needs: str) -> None:

@@ -7,6 +7,7 @@ that leave it stay fp32.
 import torch
 from fla.ops.kda import chunk_kda  # pyright: ignore[reportMissingImports]
 
+from anabranch.ops.kda_prefill.states import initial_states, store_states
 from anabranch.ops.segments import Segments
 
 
@@ -22,17 +23,16 @@ def kda_prefill(
 ) -> torch.Tensor:
     """See spec.py. No segment may be empty; the package tunes its tiles at the first call of a shape class."""
     live = slots >= 0
-    initial = torch.where(live[:, None, None, None], state[slots.clamp_min(0)], 0).float()
     with torch.inference_mode():
         o, final = chunk_kda(
             *(t.unsqueeze(0) for t in (q.to(v.dtype), k.to(v.dtype), v.contiguous(), g, beta)),
-            initial_state=initial,
+            initial_state=initial_states(slots, state).float(),
             output_final_state=True,
             state_v_first=True,
             cu_seqlens=segments.offsets,
             cu_seqlens_cpu=_host_offsets(segments),
         )
-    _store(final, live, slots, state)
+    store_states(final, slots, state)
     alive = torch.repeat_interleave(live, segments.offsets.diff(), output_size=v.shape[0])
     return torch.where(alive[:, None, None], o[0], 0)
 
@@ -40,14 +40,3 @@ def kda_prefill(
 def _host_offsets(segments: Segments) -> torch.Tensor:
     """The offsets from the host's own numbers: the package would wait for the device to read them."""
     return Segments.of(segments.lengths, device="cpu").offsets
-
-
-def _store(final: torch.Tensor, live: torch.Tensor, slots: torch.Tensor, state: torch.Tensor) -> None:
-    """Write the live final states without asking the device which they are.
-
-    A segment without a slot writes the first live segment's state once more; if none is live, the last slot keeps its.
-    """
-    index = torch.arange(len(slots), device=slots.device)
-    source = torch.where(live, index, live.int().argmax())
-    target = slots[source]
-    state[target] = torch.where(live.any(), final[source].to(state.dtype), state[target])

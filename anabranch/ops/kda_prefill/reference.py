@@ -28,12 +28,15 @@ def kda_prefill(
     slots: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Outputs of every token; each slot's state continues from the pool and is written back."""
+    """Outputs of every token; each slot's state continues from the pool and is written back.
+
+    Computed in q's dtype, so that rows in fp64 give the exact map that others are measured against.
+    """
     o, end = torch.zeros_like(v), 0
     for length, slot in zip(segments.lengths, slots.tolist(), strict=True):
         part, end = slice(end, end + length), end + length
         if slot >= 0 and length:
-            out, final = _segment(q[part], k[part], v[part], g[part], beta[part], state[slot].float())
+            out, final = _segment(q[part], k[part], v[part], g[part], beta[part], state[slot].to(q.dtype))
             o[part] = out.to(v.dtype)
             state[slot] = final.to(state.dtype)
     return o
@@ -77,7 +80,7 @@ def _segment(
     outputs = []
     for first in range(0, tokens, CHUNK * BLOCK):
         part = slice(first, first + CHUNK * BLOCK)
-        o, S = _block(q[part], k[part], v[part].float(), g[part], beta[part], S)
+        o, S = _block(q[part], k[part], v[part].to(q.dtype), g[part], beta[part], S)
         outputs.append(o)
     return torch.cat(outputs)[:tokens], S
 

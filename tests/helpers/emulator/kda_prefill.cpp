@@ -12,15 +12,14 @@ void launch_prepare(const PrepareParams& p, int heads, int chunks, DLDevice) {
       emulate_cluster(1, GROUPS * 32, sizeof(PrepareSmem), head, chunk, [&] { kda_prepare_kernel(p); });
 }
 
-template <int HALVES>
 void launch_chain(const ChainParams& p, const ChainMaps& maps, int heads, int segments, DLDevice) {
-  gridDim.x = 2 / HALVES, gridDim.y = heads, gridDim.z = segments;
+  gridDim.x = 2, gridDim.y = heads, gridDim.z = segments;
   for (int segment = 0; segment < segments; segment++)
     for (int head = 0; head < heads; head++)
-      for (int half = 0; half < 2 / HALVES; half++)
-        emulate_cluster(1, Chain<HALVES>::THREADS, sizeof(ChainSmem<HALVES>), half, head, [&] {
+      for (int half = 0; half < 2; half++)
+        emulate_cluster(1, Chain::THREADS, sizeof(ChainSmem), half, head, [&] {
           me().block.z = segment, blockIdx = me().block;
-          kda_chain_kernel<HALVES>(p, maps);
+          kda_chain_kernel(p, maps);
         });
 }
 

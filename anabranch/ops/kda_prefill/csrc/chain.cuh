@@ -1,6 +1,6 @@
 // Second kernel of the chunked prefill for Hopper: what triton_chain.py computes, chunk after chunk.
 //
-// A CTA owns 64 x HALVES value rows of one head of one segment; each consumer warpgroup carries 64 of them, S [value,
+// A CTA owns 64 value rows of one head of one segment; its consumer warpgroup carries them, S [value,
 // key] in fp32 registers. Every left operand of a product is made in registers from what the warpgroup just computed,
 // every right one is a tile that the producer warp brought by TMA. Products are ordered so that the tensor cores work
 // while results are packed: X = V - S Kd^T; half of o = S Qd^T; U = beta X T^T; the other half; S <- S dec + U Kg;
@@ -28,39 +28,34 @@ struct ChainParams {
   int bf16_state;
 };
 
-template <int HALVES>
 struct ChainSmem {
-  static constexpr int STAGES = HALVES == 1 ? 3 : 2;
+  static constexpr int STAGES = 3;
   static constexpr int BLOCK = 3 * CHUNK * 128;  // Kd, Qd, Kg, 64 of their 128 channels
   struct Stage {
-    char wide[2 * BLOCK], T[CHUNK * 128], R[CHUNK * 128], v[HALVES * CHUNK * 128];
+    char wide[2 * BLOCK], T[CHUNK * 128], R[CHUNK * 128], v[CHUNK * 128];
   };
   static constexpr int STAGE_BYTES = sizeof(Stage) + SCALES * 4;
   Stage stages[STAGES];
-  char o[HALVES][CHUNK * 128];
+  char o[CHUNK * 128];
   float scales[STAGES][SCALES];
-  uint64_t full[STAGES], empty[STAGES], o_full[HALVES], o_empty[HALVES];
+  uint64_t full[STAGES], empty[STAGES], o_full, o_empty;
 };
 
-template <int HALVES>
 struct Chain {
-  using Smem = ChainSmem<HALVES>;
-  static constexpr int STAGES = Smem::STAGES, THREADS = HALVES * 128 + 128;
-  // a CTA of 384 threads starts with 168 registers each; what consumers take the others must have given
-  static constexpr int CONSUMER_REGISTERS = 232, HELPER_REGISTERS = 40;
-  static_assert(2 * CONSUMER_REGISTERS + HELPER_REGISTERS <= 3 * 168);
-  static_assert(sizeof(Smem) <= 232448 && sizeof(typename Smem::Stage) % 1024 == 0);
+  using Smem = ChainSmem;
+  static constexpr int STAGES = Smem::STAGES, THREADS = 256;
+  static_assert(sizeof(Smem) <= 232448 && sizeof(Smem::Stage) % 1024 == 0);
 
   const ChainParams& p;
   const ChainMaps& maps;
   Smem& s;
-  int tid, lane, warp, head, half;  // half: the first 64 value rows of this CTA, counted in 64
+  int tid, lane, warp, head, half;  // half: which 64 value rows
   int64_t first, end, place, slot;  // place: of the first chunk
   int steps;
 
   DEV Chain(const ChainParams& p, const ChainMaps& maps, Smem& s) : p(p), maps(maps), s(s) {
     tid = threadIdx.x, lane = tid % 32, warp = shuffle(tid / 32, 0);
-    half = blockIdx.x * HALVES, head = blockIdx.y;
+    half = blockIdx.x, head = blockIdx.y;
   }
 
   DEV void find_segment() {
@@ -74,21 +69,19 @@ struct Chain {
   }
 
   DEV void no_slot() const {
-    for (int64_t i = tid; i < (end - first) * HALVES * 8; i += THREADS)
-      *reinterpret_cast<uint4*>(p.out + (first + i / (HALVES * 8)) * p.o_stride + head * D + half * 64 +
-                                i % (HALVES * 8) * 8) = make_uint4(0, 0, 0, 0);
+    for (int64_t i = tid; i < (end - first) * 8; i += THREADS)
+      *reinterpret_cast<uint4*>(p.out + (first + i / 8) * p.o_stride + head * D + half * 64 + i % 8 * 8) =
+          make_uint4(0, 0, 0, 0);
   }
 
   DEV void set_up() {
     if (tid == 0) {
       for (int i = 0; i < STAGES; i++) {
         barrier_init(shared_address(&s.full[i]), 1);
-        barrier_init(shared_address(&s.empty[i]), HALVES * 4);
+        barrier_init(shared_address(&s.empty[i]), 4);
       }
-      for (int i = 0; i < HALVES; i++) {
-        barrier_init(shared_address(&s.o_full[i]), 4);
-        barrier_init(shared_address(&s.o_empty[i]), 1);
-      }
+      barrier_init(shared_address(&s.o_full), 4);
+      barrier_init(shared_address(&s.o_empty), 1);
       barrier_init_done();
     }
     __syncthreads();
@@ -102,7 +95,7 @@ struct Chain {
     uint32_t phase = 1;
     for (int n = 0; n < steps; n++) {
       const uint32_t full = shared_address(&s.full[stage]);
-      typename Smem::Stage& to = s.stages[stage];
+      Smem::Stage& to = s.stages[stage];
       const int64_t at = (place + n) * gridDim.y + head;
       barrier_wait(shared_address(&s.empty[stage]), phase);
       barrier_expect(full, Smem::STAGE_BYTES);
@@ -114,29 +107,28 @@ struct Chain {
     }
   }
 
-  DEV void store(int group) {
-    const char* const tile = s.o[group];
+  DEV void store() {
     for (int n = 0; n < steps; n++) {
       const int64_t from = first + n * CHUNK;
       const int live = end - from < CHUNK ? (int)(end - from) : CHUNK;
-      uint16_t* to = p.out + (from + lane / 8) * p.o_stride + head * D + (half + group) * 64 + lane % 8 * 8;
-      barrier_wait(shared_address(&s.o_full[group]), n & 1);
+      uint16_t* to = p.out + (from + lane / 8) * p.o_stride + head * D + half * 64 + lane % 8 * 8;
+      barrier_wait(shared_address(&s.o_full), n & 1);
 #pragma unroll 4
       for (int row = lane / 8; row < live; row += 4, to += 4 * p.o_stride)  // 16 bytes a lane
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(tile + square_at(row, lane % 8));
+        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(s.o + square_at(row, lane % 8));
       __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(&s.o_empty[group]));
+      if (lane == 0) barrier_arrive(shared_address(&s.o_empty));
     }
   }
 
   // --- consumers ----------------------------------------------------------------------------------------------------
 
   // S[4 j ..]: row lane / 4, columns 8 j + lane % 4 * 2 and the next; the same of the row 8 further
-  DEV int64_t state_at(int64_t slot, int group) const {
-    return slot * p.state_pitch + (head * D + (half + group) * 64 + warp % 4 * 16 + lane / 4) * D + lane % 4 * 2;
+  DEV int64_t state_at(int64_t slot) const {
+    return slot * p.state_pitch + (head * D + half * 64 + warp * 16 + lane / 4) * D + lane % 4 * 2;
   }
-  DEV void load_state(float (&S)[64], int group) const {
-    const int64_t at = state_at(slot, group);
+  DEV void load_state(float (&S)[64]) const {
+    const int64_t at = state_at(slot);
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       const int64_t e = at + i % 2 * 8 * D + i / 2 * 8;
@@ -149,8 +141,8 @@ struct Chain {
       }
     }
   }
-  DEV void store_state(const float (&S)[64], int64_t to, int group) const {
-    const int64_t at = state_at(to, group);
+  DEV void store_state(const float (&S)[64], int64_t to) const {
+    const int64_t at = state_at(to);
 #pragma unroll
     for (int i = 0; i < 32; i++) {
       const int64_t e = at + i % 2 * 8 * D + i / 2 * 8;
@@ -162,7 +154,7 @@ struct Chain {
 
   // Where this lane's row of a 16 x 16 corner of a token-major tile lies, for transposing loads and stores.
   DEV uint32_t corner(const char* tile, int j) const {
-    return shared_address(tile) + square_at(j * 16 + lane / 16 * 8 + lane % 8, warp % 4 * 2 + lane / 8 % 2);
+    return shared_address(tile) + square_at(j * 16 + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
   }
 
   DEV void load_values(float (&X)[32], const char* tile, int live) const {
@@ -179,42 +171,42 @@ struct Chain {
     }
   }
 
-  DEV void put_out(const float (&O)[32], int group, int n) {
-    barrier_wait(shared_address(&s.o_empty[group]), (n & 1) ^ 1);
+  DEV void put_out(const float (&O)[32], int n) {
+    barrier_wait(shared_address(&s.o_empty), (n & 1) ^ 1);
 #pragma unroll
     for (int j = 0; j < 4; j++)
-      store_matrices_transposed(corner(s.o[group], j), pack_bf16(O[8 * j], O[8 * j + 1]),
+      store_matrices_transposed(corner(s.o, j), pack_bf16(O[8 * j], O[8 * j + 1]),
                                 pack_bf16(O[8 * j + 2], O[8 * j + 3]), pack_bf16(O[8 * j + 4], O[8 * j + 5]),
                                 pack_bf16(O[8 * j + 6], O[8 * j + 7]));
     __syncwarp();
-    if (lane == 0) barrier_arrive(shared_address(&s.o_full[group]));
+    if (lane == 0) barrier_arrive(shared_address(&s.o_full));
   }
 
   // A chunk's o is complete and nothing reads its tiles any more.
-  DEV void finish(const float (&O)[32], int group, int n, int stage) {
+  DEV void finish(const float (&O)[32], int n, int stage) {
     if (lane == 0) barrier_arrive(shared_address(&s.empty[stage]));
-    put_out(O, group, n);
+    put_out(O, n);
   }
 
   // Step k of 16 channels in a tile of [64 tokens, 128 channels]
   static DEV uint64_t channels(uint32_t tile, int k) { return wgmma_operand(tile + k / 4 * Smem::BLOCK + k % 4 * 32); }
 
-  DEV void consume(int group) {
+  DEV void consume() {
     float S[64], X[32], O[32];
     uint32_t S16[32], P[16];
-    load_state(S, group);
+    load_state(S);
 #pragma unroll
     for (int i = 0; i < 32; i++) O[i] = 0.f;
     wait_for_previous();  // which also stored what `saves` and `out` held before
     int stage = 0, before = 0;
     uint32_t phase = 0;
     for (int n = 0; n < steps; n++) {
-      typename Smem::Stage& t = s.stages[stage];
+      Smem::Stage& t = s.stages[stage];
       const float2* const scales = reinterpret_cast<const float2*>(s.scales[stage]) + lane % 4;
       const uint32_t wide = shared_address(t.wide);
       barrier_wait(shared_address(&s.full[stage]), phase);
       const int64_t rest = end - first - n * CHUNK;
-      load_values(X, t.v + group * CHUNK * 128, rest < CHUNK ? (int)rest : CHUNK);
+      load_values(X, t.v, rest < CHUNK ? (int)rest : CHUNK);
 #pragma unroll
       for (int i = 0; i < 32; i++) S16[i] = pack_bf16(S[2 * i], S[2 * i + 1]);
 #pragma unroll
@@ -229,7 +221,7 @@ struct Chain {
 #pragma unroll
       for (int k = 0; k < 8; k++) wgmma<true, true>(X, S16 + 4 * k, channels(wide, k));
       wgmma_commit();
-      if (n > 0) finish(O, group, n - 1, before);
+      if (n > 0) finish(O, n - 1, before);
       wgmma_fence();
       wgmma<false>(O, S16, channels(wide + CHUNK * 128, 0));
 #pragma unroll
@@ -268,15 +260,15 @@ struct Chain {
       pin(S);
       if (p.saves != nullptr) {
         const int64_t kept = p.saves[(place + n) * p.save_stride];
-        if (kept >= 0) store_state(S, kept, group);
+        if (kept >= 0) store_state(S, kept);
       }
       before = stage;
       if (++stage == STAGES) stage = 0, phase ^= 1;
     }
     wgmma_wait<0>();
     pin(O);
-    finish(O, group, steps - 1, before);
-    store_state(S, slot, group);
+    finish(O, steps - 1, before);
+    store_state(S, slot);
   }
 
   DEV void run() {
@@ -287,20 +279,13 @@ struct Chain {
       return no_slot();
     }
     set_up();
-    if (warp < HALVES * 4) {
-      if constexpr (HALVES > 1) take_registers<CONSUMER_REGISTERS>();
-      consume(warp / 4);
-    } else {
-      if constexpr (HALVES > 1) give_registers<HELPER_REGISTERS>();
-      const int helper = warp - HALVES * 4;
-      if (helper == 0 && lane == 0) produce();
-      else if (helper > 0 && helper <= HALVES) store(helper - 1);
-    }
+    if (warp < 4) consume();
+    else if (warp == 4 && lane == 0) produce();
+    else if (warp == 5) store();
   }
 };
 
-template <int HALVES>
-__global__ void __launch_bounds__(Chain<HALVES>::THREADS, 1)
+__global__ void __launch_bounds__(Chain::THREADS, 1)
     kda_chain_kernel(const __grid_constant__ ChainParams p, const __grid_constant__ ChainMaps maps) {
-  Chain<HALVES>(p, maps, smem_base<ChainSmem<HALVES>>()).run();
+  Chain(p, maps, smem_base<ChainSmem>()).run();
 }

@@ -61,19 +61,17 @@ CUtensorMap map_of(const void* data, int64_t rows, int64_t blocks, int64_t pitch
   return map;
 }
 
-template <int HALVES>
 void launch_chain(const ChainParams& p, const ChainMaps& maps, int heads, int segments, DLDevice device) {
   static bool allowed[MAX_DEVICES] = {};
-  const auto kernel = kda_chain_kernel<HALVES>;
-  allow_shared(kernel, sizeof(ChainSmem<HALVES>), device.device_id, allowed);
+  allow_shared(kda_chain_kernel, sizeof(ChainSmem), device.device_id, allowed);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(2 / HALVES, heads, segments), config.blockDim = Chain<HALVES>::THREADS;
-  config.dynamicSmemBytes = sizeof(ChainSmem<HALVES>), config.stream = stream_of(device);
+  config.gridDim = dim3(2, heads, segments), config.blockDim = Chain::THREADS;
+  config.dynamicSmemBytes = sizeof(ChainSmem), config.stream = stream_of(device);
   cudaLaunchAttribute early{};  // reads states while the first kernel ends
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early, config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, p, maps), "chain");
+  check(cudaLaunchKernelEx(&config, kda_chain_kernel, p, maps), "chain");
 }
 #endif
 
@@ -94,9 +92,8 @@ void prepare(TensorView q, TensorView k, TensorView f, TensorView b, TensorView 
   launch_prepare(p, (int)tiles.size(1), (int)tiles.size(0), q.device());
 }
 
-// `whole`: a CTA owns all value rows of a head, not half of them.
 void chain(TensorView tiles, TensorView scales, TensorView v, TensorView o, TensorView offsets, TensorView slots,
-           Optional<TensorView> saves, TensorView state, bool whole) {
+           Optional<TensorView> saves, TensorView state) {
   ChainParams p{};
   p.scales = at<float>(scales), p.offsets = at<int64_t>(offsets), p.slots = at<int64_t>(slots);
   if (saves.has_value()) p.saves = at<int64_t>(saves.value()), p.save_stride = saves.value().stride(0);
@@ -107,9 +104,8 @@ void chain(TensorView tiles, TensorView scales, TensorView v, TensorView o, Tens
   ChainMaps maps;
   maps.wide = map_of(tiles.data_ptr(), places * (PLACE / 128), 2, 128, 3 * CHUNK, 2);
   maps.square = map_of(tiles.data_ptr(), places * (PLACE / 64), 1, 64, 2 * CHUNK, 1);
-  maps.v = map_of(v.data_ptr(), v.size(0), 2 * heads, v.stride(0), CHUNK, whole ? 2 : 1);
-  if (whole) launch_chain<2>(p, maps, heads, segments, v.device());
-  else launch_chain<1>(p, maps, heads, segments, v.device());
+  maps.v = map_of(v.data_ptr(), v.size(0), 2 * heads, v.stride(0), CHUNK, 1);
+  launch_chain(p, maps, heads, segments, v.device());
 }
 
 }  // namespace

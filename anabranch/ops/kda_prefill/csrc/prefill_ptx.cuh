@@ -113,13 +113,3 @@ DEV void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uin
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
                ::"r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
-
-// --- registers of a warpgroup's threads ---
-template <int N>
-DEV void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N>
-DEV void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
