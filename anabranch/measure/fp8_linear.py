@@ -2,7 +2,8 @@
 
 `bf16` is the product that a model of plain weights would run for these shapes. The gate holds every FP8 arm to the
 weight dequantised in fp32; the bf16 arm multiplies that weight rounded to bf16. FP8 arms are the implementations that
-may run here, `expanded` also at every M (`library`), and the tiles of the Triton kernel that are asked for.
+may run here, each launch once, the library over the expanded weight at every M (`library`), and the tiles of the Triton
+kernel or the layouts of the CUDA kernel that are asked for.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ import torch
 
 from anabranch.measure.arms import ArmTimes, Least, held_to, sets_for, time_arms
 from anabranch.measure.timing import READ_BYTES_PER_S
+from anabranch.ops.fp8_linear import layout
 from anabranch.ops.fp8_linear.reference import CODES, blocks, dequantize
 from anabranch.ops.fp8_linear.reference import fp8_linear as reference
 from anabranch.ops.fp8_linear.spec import FP8_LINEAR, floor
@@ -28,6 +30,8 @@ SHAPES = {
     "k3 mla tp8": (3648, 7168),  # g, q_a, kv_a
 }
 CALLS = 24
+LAYOUTS = "layouts"  # among the tiles: every layout of the CUDA kernel
+MANY = layout.TOKENS + 1  # tokens from which implementations for few go another way
 
 
 class Weight(NamedTuple):
@@ -43,27 +47,35 @@ def bench_fp8_linear(
 ) -> Iterator[ArmTimes]:
     """Every named shape at every M; `tiles` as ops/fp8_linear/tile.py names them, each timed where its T is near M.
 
+    Among them `layouts` stands for every layout of the CUDA kernel that holds M tokens.
+
     Raises:
         GateRedError: an FP8 product is outside its class.
         ValueError: a shape without that name, or a tile that is none.
     """
-    chosen = [parse(tile) for tile in tiles]
+    chosen = [parse(tile) for tile in tiles if tile != LAYOUTS]
     for name in shapes:
         if name not in SHAPES:
             raise ValueError(f"shapes={name!r}: accepted are {', '.join(SHAPES)}")
     for name in shapes:
-        yield from bench_shape(device, name, *SHAPES[name], rows, chosen)
+        yield from bench_shape(device, name, *SHAPES[name], rows, chosen, LAYOUTS in tiles)
 
 
 def bench_shape(
-    device: torch.device, name: str, n: int, k: int, rows: Sequence[int], tiles: Sequence[Tile] = ()
+    device: torch.device,
+    name: str,
+    n: int,
+    k: int,
+    rows: Sequence[int],
+    tiles: Sequence[Tile] = (),
+    layouts: bool = False,
 ) -> Iterator[ArmTimes]:
     """One shape, [n, k], at every M."""
     weights = [weight(device, n, k) for _ in range(sets_for(n * k))]
     plain = _plain(device)
     for m in rows:
         x = torch.randn(m, k, device=device).bfloat16()
-        coded = {**_fp8(device), **_tiled(tiles, m)}
+        coded = {**_distinct(_fp8(device), m), **_tiled(tiles, m), **(_laid_out(m, n, k) if layouts else {})}
         _check(x, weights[0], coded, f"fp8_linear {name} at M={m}")
         arms: dict[str, Callable[[Weight], torch.Tensor]] = {"bf16": lambda w, x=x: plain(x, w.plain)}
         arms |= {f"fp8 {arm}": lambda w, x=x, run=run: run(x, w.codes, w.scale) for arm, run in coded.items()}
@@ -88,6 +100,22 @@ def _fp8(device: torch.device) -> Mapping[str, Callable[..., torch.Tensor]]:
     if "expanded" in arms:
         arms["library"] = import_module("anabranch.ops.fp8_linear.expanded").by_library
     return arms
+
+
+def _distinct(arms: Mapping[str, Callable[..., torch.Tensor]], m: int) -> Mapping[str, Callable[..., torch.Tensor]]:
+    """Without what launches, at M tokens, the kernels of another arm."""
+    if "skinny" not in arms:
+        return arms
+    same = {"expanded", "segmented" if m < MANY else "library"}
+    return {name: run for name, run in arms.items() if name not in same}
+
+
+def _laid_out(m: int, n: int, k: int) -> Mapping[str, Callable[..., torch.Tensor]]:
+    """The CUDA kernel in every layout that this device has for [m, k] x [n, k]^T."""
+    if not layout.supported(m, n, k):
+        return {}
+    cuda = import_module("anabranch.ops.fp8_linear.cuda")
+    return {x.name: partial(cuda.multiply, wanted=x) for x in cuda.layouts(m, n, k)}
 
 
 def _tiled(tiles: Sequence[Tile], m: int) -> Mapping[str, Callable[..., torch.Tensor]]:

@@ -6,6 +6,7 @@ folder (default ~/.cache/anabranch); a library built elsewhere is found there by
 """
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -20,13 +21,16 @@ from anabranch.config.verdict import Verdict
 
 OPS = Path(__file__).parent
 ARCH = "-gencode=arch=compute_90a,code=sm_90a"
+_BORROWED = re.compile(r'#include "\.\./(\w+)/csrc/')  # as seen from ops/csrc
 FLAGS = (ARCH, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-Xptxas", "-v", "-split-compile", "0")
 
 
 def _sources(folder: str) -> Iterator[Path]:
-    """Every file that the library of an operation is built from, in a fixed order."""
-    for place in (OPS / "csrc", OPS / folder / "csrc"):
-        yield from sorted(place.glob("*.cu*"))
+    """Every file that the library of an operation is built from, in a fixed order, with headers that it borrows."""
+    own = [path for place in (OPS / "csrc", OPS / folder / "csrc") for path in sorted(place.glob("*.cu*"))]
+    yield from own
+    for lender in sorted({name for path in own for name in _BORROWED.findall(path.read_text())}):
+        yield from sorted((OPS / lender / "csrc").glob("*.cuh"))
 
 
 def library(folder: str) -> Path:

@@ -21,7 +21,7 @@ def module(folder: str) -> Any:
 
     csrc = native.OPS / folder / "csrc"
     digest = sha256()
-    for path in sorted([*EMULATOR.iterdir(), *csrc.iterdir()]):
+    for path in sorted([*EMULATOR.iterdir(), *native._sources(folder)]):
         digest.update(path.read_bytes())
     target = Path(tempfile.gettempdir()) / "anabranch-emulator" / f"{folder}-{digest.hexdigest()[:16]}.so"
     if not target.exists():

@@ -16,6 +16,7 @@ FP8_LINEAR = OpSpec(
         "w is not rounded to the dtype of x: dequantised in fp32, or the scale multiplies the sum over a block",
         "but an implementation that is not batch-invariant may round it once, to nearest, where x is bf16",
         "accumulated in fp32, rounded once",
+        "codes and scale must not be written by the kernel launched just before: they are read before it has ended",
     ),
     equality=tolerance(3e-6, 8e-3),
     source="block-FP8 checkpoints: weight_scale_inv [out/128, in/128] or weight_scale [out/128, 1, in/128, 1]",

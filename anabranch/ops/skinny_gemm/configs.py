@@ -72,7 +72,6 @@ class Config:
     ahead: int = 2
     low_tiles: int = 0
     low_ahead: int = 1
-    dependent: int = 1
 
 
 def token_tile(tokens: int) -> int:

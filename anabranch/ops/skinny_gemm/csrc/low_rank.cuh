@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(128) low_rank_kernel(const LowRank a) {
   }
 }
 
-inline cudaError_t launch_low_rank(const LowRank& a, int groups, bool dependent, cudaStream_t stream) {
+inline cudaError_t launch_low_rank(const LowRank& a, int groups, cudaStream_t stream) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -105,6 +105,6 @@ inline cudaError_t launch_low_rank(const LowRank& a, int groups, bool dependent,
   config.blockDim = 128;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = dependent ? 1 : 0;
+  config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, low_rank_kernel, a);
 }

@@ -9,9 +9,11 @@
 // producer that does, and with LOW the warps of the second, low-rank product (y2 = y[:, low_row0 ..] W2^T), which
 // start as soon as the tiles that hold its input are published.
 #pragma once
+#ifndef ANABRANCH_EMULATE
 #include "low_rank.cuh"
 #include "ptx.cuh"
 #include "wgmma.cuh"
+#endif
 
 constexpr int kMaxStages = 32, kHeader = 1024, kSegments = 4;
 
@@ -40,7 +42,9 @@ struct Tile {
   int row0, rows;
 };
 
-template <int C, int XR, int T, int WGS, int KB, bool LOW>
+// XB: blocks of x beside a block of weights, 2 where weights have one byte (fp8_linear/csrc/coded.cuh); their rows are
+// dealt to the warps eight at a time, for each row costs its warp work.
+template <int C, int XR, int T, int WGS, int KB, bool LOW, int XB = 1>
 struct Skinny {
   static constexpr int kSegs = kSegments / C, kAcc = T / 2, kItems = T / 4, kOwn = kItems / C;
   static constexpr int kLevels = kSegs == 1 ? 1 : kSegs == 2 ? 2 : 3;  // partial sums kept by the tree
@@ -56,7 +60,7 @@ struct Skinny {
   int warp, lane, crank, rank, first, cluster, group, stages;
   uint32_t full, empty, x_empty, received, drained, ring, x_ring, inbox, w_stage;
   bool tail;
-  static constexpr uint32_t kXStage = KB * T * 128;
+  static constexpr uint32_t kXStage = KB * XB * T * 128;
 
   DEVICE Skinny(const Args& args, const Maps& m, char* s) : a(args), maps(m), smem(s) {
     const uint32_t base = shared_address(s);
@@ -160,15 +164,15 @@ struct Skinny {
       barrier_wait((XR > 1 ? x_empty : empty) + 8 * slot, phase);
       barrier_expect(bar, kXStage);
       if (XR == 1) {
-        tma_load(to, &maps.x, 0, c.k, bar, kEvictLast);
+        tma_load(to, &maps.x, 0, c.k * XB, bar, kEvictLast);
       } else {
         const int token = first / C * (T / XR);  // my share of the tokens, to every group
         int peers = 0;
 #pragma unroll
         for (int g = 0; g < XR; g++) peers |= 1 << (g * C);
         peers <<= rank;
-        for (int b = 0; b < KB; b++)
-          tma_load_multicast(to + (b * T + token) * 128, &maps.x, token, c.k + b, bar, peers, kEvictLast);
+        for (int b = 0; b < KB * XB; b++)
+          tma_load_multicast(to + (b * T + token) * 128, &maps.x, token, c.k * XB + b, bar, peers, kEvictLast);
       }
       next(c);
       advance(slot, phase);
@@ -217,10 +221,13 @@ struct Skinny {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(published) : "l"(a.sync) : "memory");
   }
 
+  // of the upper or lower eight rows of this warp's sixteen, in the tile
+  DEVICE int first_row(int lower) const { return XB == 1 ? warp * 16 + lower * 8 : (lower * WGS * 4 + warp) * 8; }
+
   // Item `item` of this warp: 8 rows x 8 tokens. Transposed in registers, so that a lane stores two rows at once.
   DEVICE void store(const Tile& tile, int item, float v0, float v1) const {
     const uint32_t pair = transpose_8x8(pack_bf16(v0, v1));
-    const int r = warp * 16 + (item & 1) * 8 + lane % 4 * 2, t = item / 2 * 8 + lane / 4;
+    const int r = first_row(item & 1) + lane % 4 * 2, t = item / 2 * 8 + lane / 4;
     if (r < tile.rows && t < a.M) *reinterpret_cast<uint32_t*>(a.y + (long long)t * a.ldy + tile.row0 + r) = pair;
   }
 

@@ -21,7 +21,7 @@ void check(cudaError_t error, const char* what) {
 
 // What configs.Config holds, in its order.
 struct Config {
-  int C, XR, T, WGS, KB, clusters, passes, ring, trigger, ahead, low_tiles, low_ahead, dependent;
+  int C, XR, T, WGS, KB, clusters, passes, ring, trigger, ahead, low_tiles, low_ahead;
   explicit Config(const Shape& s) {
     TVM_FFI_ICHECK_EQ(s.size(), sizeof(Config) / sizeof(int));
     for (size_t i = 0; i < s.size(); i++) reinterpret_cast<int*>(this)[i] = (int)s[i];
@@ -63,9 +63,9 @@ int shared_bytes(const Args& a) {
   return used > reach ? used : reach;
 }
 
-// dependent: 0 plain launch, 1 programmatic, -1 only ask how many clusters fit on the device
+// ask: launch nothing, only say how many clusters fit on the device
 template <int C, int XR, int T, int WGS, int KB, bool LOW>
-int launch(const Maps& maps, const Args& a, int dependent, int device, cudaStream_t stream) {
+int launch(const Maps& maps, const Args& a, bool ask, int device, cudaStream_t stream) {
   using Kernel = Skinny<C, XR, T, WGS, KB, LOW>;
   const auto kernel = skinny_kernel<C, XR, T, WGS, KB, LOW>;
   const int bytes = shared_bytes<C, XR, T, WGS, KB, LOW>(a);
@@ -85,9 +85,9 @@ int launch(const Maps& maps, const Args& a, int dependent, int device, cudaStrea
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = dependent == 1 ? 2 : 1;
+  config.numAttrs = ask ? 1 : 2;
   int clusters = 0;
-  if (dependent < 0) check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "occupancy");
+  if (ask) check(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "occupancy");
   else check(cudaLaunchKernelEx(&config, kernel, maps, a), "launch");
   return clusters;
 }
@@ -109,10 +109,10 @@ int launch(const Maps& maps, const Args& a, int dependent, int device, cudaStrea
   V(2, 1, 32, 1, 3, true) V(2, 1, 32, 2, 2, true) V(2, 1, 32, 2, 3, true) V(2, 1, 8, 1, 4, true)          \
   V(2, 1, 64, 1, 1, true) V(2, 1, 64, 2, 1, true) V(2, 1, 64, 2, 2, true)
 
-int dispatch(const Config& c, bool low, const Maps& maps, const Args& a, int dependent, int device, cudaStream_t stream) {
+int dispatch(const Config& c, bool low, const Maps& maps, const Args& a, bool ask, int device, cudaStream_t stream) {
 #define V(C_, X_, T_, G_, B_, L_)                                                                 \
   if (c.C == C_ && c.XR == X_ && c.T == T_ && c.WGS == G_ && c.KB == B_ && low == L_)             \
-    return launch<C_, X_, T_, G_, B_, L_>(maps, a, dependent, device, stream);
+    return launch<C_, X_, T_, G_, B_, L_>(maps, a, ask, device, stream);
   VARIANTS(V)
 #undef V
   TVM_FFI_THROW(ValueError) << "skinny_gemm: no variant C=" << c.C << " XR=" << c.XR << " T=" << c.T << " WGS=" << c.WGS
@@ -158,7 +158,7 @@ int64_t clusters(int64_t N, Shape config, int64_t device) {
   Args a = {};
   a.ring = c.ring, a.clusters = c.clusters;
   a.rows = tallest(N / 8, (int64_t)c.passes * c.clusters * c.XR);
-  return dispatch(c, false, Maps{}, a, -1, (int)device, nullptr);
+  return dispatch(c, false, Maps{}, a, true, (int)device, nullptr);
 }
 
 // y = x w^T
@@ -172,7 +172,7 @@ void gemm(TensorView x, TensorView w, TensorView y, Shape config) {
   maps.x = map_of(x.data_ptr(), a.M, w.size(1), x.stride(0), c.T / c.XR, c.XR > 1 ? 1 : c.KB);
   maps.tail_tall = maps.tall, maps.tail_low = maps.low;
   const DLDevice device = x.device();
-  dispatch(c, false, maps, a, c.dependent, device.device_id,
+  dispatch(c, false, maps, a, false, device.device_id,
            (cudaStream_t)TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
@@ -203,12 +203,12 @@ void gemm_low_rank(TensorView x, TensorView w, TensorView y, Shape config, int64
   maps.tail_tall = weights(a.low_tile_rows), maps.tail_low = weights(a.low_tile_rows - 8);
   maps.x = map_of(x.data_ptr(), a.M, w.size(1), x.stride(0), c.T, c.KB);
   const DLDevice device = x.device();
-  dispatch(c, true, maps, a, c.dependent, device.device_id,
+  dispatch(c, true, maps, a, false, device.device_id,
            (cudaStream_t)TVMFFIEnvGetStream(device.device_type, device.device_id));
 }
 
 // y[g] = x[g] w[g]^T with K = 128
-void low_rank(TensorView x, TensorView w, TensorView y, bool dependent) {
+void low_rank(TensorView x, TensorView w, TensorView y) {
   demand(x.size(2) == kRank && w.size(2) == kRank, "K", x.size(2), "128");
   demand(w.size(1) % 2 == 0, "N", w.size(1), "even");
   demand(x.stride(2) == 1 && x.stride(1) % 8 == 0 && x.stride(0) % 8 == 0, "the row pitch of x", x.stride(1),
@@ -217,7 +217,7 @@ void low_rank(TensorView x, TensorView w, TensorView y, bool dependent) {
   LowRank a = {(const __nv_bfloat16*)x.data_ptr(), (const __nv_bfloat16*)w.data_ptr(), (__nv_bfloat16*)y.data_ptr(),
                (int)x.size(1), (int)w.size(1), x.stride(0), x.stride(1), w.stride(0)};
   const DLDevice device = x.device();
-  check(launch_low_rank(a, (int)x.size(0), dependent,
+  check(launch_low_rank(a, (int)x.size(0),
                         (cudaStream_t)TVMFFIEnvGetStream(device.device_type, device.device_id)), "launch");
 }
 
