@@ -11,6 +11,7 @@ from anabranch.config.parallel import ParallelConfig
 from anabranch.engine.cache import CacheShape
 from anabranch.engine.graphs import DecodeGraphs, graph_ladder
 from anabranch.engine.memory import MemoryPlan, make_cache, plan_memory
+from anabranch.engine.prompt_graphs import SIZES, PromptGraphs, why_not
 from anabranch.engine.runner import Runner
 from anabranch.engine.warmup import warm_up
 from anabranch.models.kimi import KimiForCausalLM
@@ -44,6 +45,7 @@ class EngineOptions:
     progress: bool = False
     rank_timeout: float = 120.0
     expert_load: bool = False
+    ahead: bool | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_seqs", "max_len", "prefill_chunk"):
@@ -53,6 +55,10 @@ class EngineOptions:
             raise ValueError(f"state_dtype={self.state_dtype!r}: accepted are float32, bfloat16")
         if not self.rank_timeout > 0:
             raise ValueError(f"rank_timeout={self.rank_timeout:g}: need a positive number of seconds")
+
+    def launches_ahead(self, device: torch.device) -> bool:
+        """Whether a step begins before the last one is read: as wished, or where the host does not compute."""
+        return device.type == "cuda" if self.ahead is None else self.ahead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +109,10 @@ def build_runner(path: Path, options: EngineOptions, peers: Peers, vocab: int | 
         sizes = options.graph_sizes or graph_ladder(options.max_seqs)
         runner.graphs = DecodeGraphs(model, runner.cache, runner.device, sizes, max_len, runner.vocab)
         runner.graphs.capture()
+        prompts = prompt_sizes(model, options, max_len)
+        if prompts:
+            runner.prompts = PromptGraphs(model, runner.cache, prompts, runner.vocab)
+            runner.prompts.capture()
     return runner, plan, max_len
 
 
@@ -112,6 +122,8 @@ def _plan(model: KimiForCausalLM, shape: CacheShape, options: EngineOptions, max
     if on_cuda(model):
         chunk = min(options.prefill_chunk, max_len)
         reserve = warm_up(model, shape, prefill_chunk=chunk, max_seqs=options.max_seqs)
+        # the activations of captured prompts have memory of their own
+        reserve += reserve * max(prompt_sizes(model, options, max_len), default=0) // chunk
     return plan_memory(
         model,
         shape,
@@ -121,6 +133,12 @@ def _plan(model: KimiForCausalLM, shape: CacheShape, options: EngineOptions, max
         prefix_cache=options.prefix_cache,
         reserve=reserve,
     )
+
+
+def prompt_sizes(model: KimiForCausalLM, options: EngineOptions, max_len: int) -> list[int]:
+    """The prompts that are captured, in tokens: those that a step may have, where a model's can be."""
+    most = min(options.prefill_chunk, max_len)
+    return [] if options.eager or why_not(model) else [size for size in SIZES if size <= most]
 
 
 def on_cuda(model: KimiForCausalLM) -> bool:

@@ -10,7 +10,7 @@ from anabranch.engine.limits import Limits
 from anabranch.engine.request import Request
 from anabranch.engine.runner import Runner
 from anabranch.engine.sampler import Sampled, needs_history
-from anabranch.engine.scheduler import Scheduler
+from anabranch.engine.scheduler import Scheduler, Segment
 
 
 class Engine:
@@ -79,7 +79,7 @@ class Engine:
     def _launch(self, behind: Flight | None) -> Flight | None:
         """The next step, started; None if there is nothing to compute before `behind` has landed."""
         segments = self.scheduler.schedule(ahead=behind is not None)
-        if not segments or (behind is not None and any(needs_history(request) for request, _ in segments)):
+        if not segments or (behind is not None and waits_for_history(segments)):
             return None
         flight = self.runner.launch(segments, behind)
         for request, count in segments:
@@ -150,3 +150,8 @@ class Engine:
         request.finish_reason, request.finished = reason, time.perf_counter()
         self.finished[reason] += 1
         self.scheduler.release(request, poisoned)
+
+
+def waits_for_history(segments: Iterable[Segment]) -> bool:
+    """Whether someone's next choice looks at a token that is still on its way."""
+    return any(request.flying and needs_history(request) for request, _ in segments)

@@ -49,6 +49,10 @@ class Fleet:
         for rank in self._replicas[dp_rank]:
             self.hub.send(rank, packed)
 
+    def land(self) -> None:
+        """Have every rank tell what came of the oldest step, though no later one follows it."""
+        self._everyone(("land",))
+
     def agree(self, plan: MemoryPlan, vocab: int | None) -> MemoryPlan:
         """The most that every rank has room for, since they all hold the same slots and pages.
 

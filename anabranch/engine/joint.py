@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from anabranch.engine.cache import Cache
-from anabranch.engine.engine import Engine
+from anabranch.engine.engine import Engine, waits_for_history
 from anabranch.engine.fleet import Fleet
 from anabranch.engine.flight import Flight, Result
 from anabranch.engine.orders import Change, Scribe, Segment
@@ -62,6 +62,11 @@ class JointEngine(Engine):
 
     Steps begin on all ranks in the same order. With pipeline stages as many steps are under way as there are stages:
     running answers are spread over them, and a prompt's next chunk follows at once.
+
+    Args:
+        ahead: the order for a step goes out while the one before it is computed. On one stage it continues from samples
+            that stay on the devices (`follow`). With stages it is a step of other requests, as the first stage learns
+            tokens from the head; a rank has it launched before it reads the last one.
     """
 
     def __init__(
@@ -72,17 +77,21 @@ class JointEngine(Engine):
         max_context: int,
         prefill_chunk: int,
         prefix_cache: bool = True,
+        ahead: bool = False,
     ) -> None:
-        self.fleet, self.depth = fleet, fleet.layout.pp
+        stages = fleet.layout.pp
+        self.fleet, self.follow = fleet, ahead and stages == 1
+        self.depth = stages + self.follow
+        self._kept = self.depth - 1 if ahead else 0  # steps that a rank leaves unread behind an order
         options = (eos_ids, max_context, prefill_chunk, prefix_cache)
         self._scribes = [Scribe() for _ in range(fleet.layout.dp_attention)]
         self._caches = [
             ReplicaCache(runner.cache, None if i else runner.cache, scribe) for i, scribe in enumerate(self._scribes)
         ]
-        super().__init__(runner, *options, cache=self._caches[0])
+        super().__init__(runner, *options, cache=self._caches[0], ahead=ahead)
         self._others = [Engine(runner, *options, cache=cache) for cache in self._caches[1:]]
         for engine in self.replicas:
-            engine.scheduler.depth = self.depth
+            engine.scheduler.depth = stages
         self._steps: deque[_Step] = deque()
         self._home: dict[Request, Engine] = {}
 
@@ -107,7 +116,7 @@ class JointEngine(Engine):
         try:
             while len(self._steps) < self.depth and self._begin():
                 pass
-            progressed = self._end(self._steps.popleft()) if self._steps else []
+            progressed = self._end() if self._steps else []
         except (RuntimeError, OSError, EOFError) as error:
             raise self.fleet.hub.explain(error) from error
         self.fleet.hub.busy(False)
@@ -116,20 +125,21 @@ class JointEngine(Engine):
     def drain(self) -> None:
         """End the steps that are under way, and begin none."""
         while self._steps:
-            self._end(self._steps.popleft())
+            self._end()
 
     def abort(self, request: Request) -> None:
         """Drop a request and free what it holds; a step under way computes it in vain."""
         Engine.abort(self._home.pop(request, self), request)
 
     def _begin(self) -> bool:
-        segments = [engine.scheduler.schedule(ahead=bool(self._steps)) for engine in self.replicas]
-        if not any(segments):
+        segments = [self._schedule(dp_rank, engine) for dp_rank, engine in enumerate(self.replicas)]
+        if not any(segments) or any(map(waits_for_history, segments)):
             return False
-        turn = self.runner.turn(segments)
+        turn = self.runner.turn(segments, self.follow)
         for dp_rank, (scribe, part) in enumerate(zip(self._scribes, segments, strict=True)):
-            self.fleet.tell(dp_rank, ("step", scribe.step(part, turn)))
-        step = _Step(self.runner.launch(segments[0], turn=turn), segments)
+            self.fleet.tell(dp_rank, ("step", scribe.step(part, turn), self._kept))
+        behind = self._steps[-1].local if self.follow and self._steps else None
+        step = _Step(self.runner.launch(segments[0], behind, turn), segments)
         for engine, part in zip(self.replicas, segments, strict=True):
             step.depths.append([self._launched(engine, request, count) for request, count in part])
         step.asked = [self._ask(dp_rank) for dp_rank in range(len(segments))]
@@ -137,11 +147,21 @@ class JointEngine(Engine):
         self._steps.append(step)
         return True
 
+    def _schedule(self, dp_rank: int, engine: Engine) -> list[Segment]:
+        # a replica without a step under way may preempt, whatever the others do
+        return engine.scheduler.schedule(ahead=any(step.segments[dp_rank] for step in self._steps))
+
     def _launched(self, engine: Engine, request: Request, count: int) -> int:
-        """A request whose prompt goes on may be scheduled again before the result; one that gets a token waits."""
+        """A request whose prompt goes on may be scheduled again before the result.
+
+        So may one that gets a token, if the ranks follow it; otherwise it waits.
+        """
         engine.scheduler.launched(request, count)
         if request.computed >= request.prefill_until:
-            engine.scheduler.away.add(request)
+            if not self.follow:
+                engine.scheduler.away.add(request)
+            elif engine is not self:  # the runner counts those of this rank's replica
+                request.flying += 1
         return request.computed
 
     def _ask(self, dp_rank: int) -> list[torch.Tensor]:
@@ -153,7 +173,11 @@ class JointEngine(Engine):
             self.fleet.tell(dp_rank, ("look", changes, [slot for slot, _ in asked]))
         return [answer for _, answer in asked]
 
-    def _end(self, step: _Step) -> list[Request]:
+    def _end(self) -> list[Request]:
+        """Read the oldest step; the requests that got a token or ended."""
+        if self._kept and len(self._steps) < self.depth:
+            self.fleet.land()
+        step = self._steps.popleft()
         local, progressed = step.local.wait(), []
         for i in step.local.ready:
             step.local.segments[i][0].flying -= 1
@@ -162,6 +186,7 @@ class JointEngine(Engine):
             for (request, _), depth, result in zip(step.segments[dp_rank], step.depths[dp_rank], results, strict=True):
                 if depth >= request.prefill_until:
                     engine.scheduler.away.discard(request)
+                    request.flying -= self.follow and engine is not self
                 if request.finish_reason is None and engine._take(request, depth, result):
                     progressed.append(request)
                 if request.finish_reason is not None:

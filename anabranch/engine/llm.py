@@ -85,6 +85,7 @@ class LLM:
         pp: pipeline stages.
         rank_timeout: seconds that a rank may spend on one step before the job is ended.
         expert_load: count the tokens that each expert is given.
+        ahead: launch a step before the samples of the last one are read; None does so on GPUs.
 
     Raises:
         ValueError: a wrong option, config or checkpoint; one line that names it.
@@ -119,6 +120,7 @@ class LLM:
         pp: int = 1,
         rank_timeout: float = 120.0,
         expert_load: bool = False,
+        ahead: bool | None = None,
     ) -> None:
         options = EngineOptions(
             dtype=dtype,
@@ -141,6 +143,7 @@ class LLM:
             progress=progress,
             rank_timeout=rank_timeout,
             expert_load=expert_load,
+            ahead=ahead,
         )
         self.path, self.lora = Path(model), None if lora is None else Path(lora)
         layout = Layout(tp=tp, dp_attention=dp_attention, ep=ep, pp=pp)
@@ -160,8 +163,7 @@ class LLM:
         if fleet is None:
             runner, self.memory, self.max_len = build_runner(self.path, options, Peers(), vocab)
             self.model = runner.model
-            eos_ids = self.model.config.eos_ids
-            ahead = runner.device.type == "cuda"
+            eos_ids, ahead = self.model.config.eos_ids, options.launches_ahead(runner.device)
             return Engine(runner, eos_ids, self.max_len, options.prefill_chunk, options.prefix_cache, ahead=ahead)
         peers = Peers(
             place=fleet.layout.rank(0),
@@ -175,8 +177,8 @@ class LLM:
         except (RuntimeError, OSError, EOFError) as error:
             raise fleet.hub.explain(error) from error
         self.model = runner.model
-        eos_ids = self.model.config.eos_ids
-        return JointEngine(runner, fleet, eos_ids, self.max_len, options.prefill_chunk, options.prefix_cache)
+        eos_ids, ahead = self.model.config.eos_ids, options.launches_ahead(runner.device)
+        return JointEngine(runner, fleet, eos_ids, self.max_len, options.prefill_chunk, options.prefix_cache, ahead)
 
     def expert_load(self) -> dict[int, list[int]]:
         """Layer -> tokens that each expert was given by all replicas; empty without the option `expert_load`."""

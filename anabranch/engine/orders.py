@@ -27,13 +27,17 @@ class Opening(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One request's share of a step. Pages from index `first_page` on, and tokens, are new since the last time."""
+    """One request's share of a step. Pages from index `first_page` on, and tokens, are new since the last time.
+
+    `flying`: tokens of steps before this one that the head has not read yet.
+    """
 
     number: int
     length: int
     computed: int
     prefill_until: int
     slot: int
+    flying: int
     first_page: int
     pages: list[int]
     tokens: list[int]
@@ -98,7 +102,7 @@ class Scribe:
         known.pages[same:] = new
         tokens = [s.token for s in r.sampled[known.tokens :]]
         known.tokens += len(tokens)
-        return Part(known.number, n, r.computed, r.prefill_until, r.slot, same, new, tokens)
+        return Part(known.number, n, r.computed, r.prefill_until, r.slot, r.flying, same, new, tokens)
 
 
 class Shadows:
@@ -118,7 +122,7 @@ class Shadows:
 
     def _segment(self, part: Part) -> Segment:
         r = self._requests[part.number]
-        r.computed, r.prefill_until, r.slot = part.computed, part.prefill_until, part.slot
+        r.computed, r.prefill_until, r.slot, r.flying = part.computed, part.prefill_until, part.slot, part.flying
         r.pages[part.first_page :] = part.pages
         # their log probabilities are the head's business
         r.sampled += [Sampled(token, 0.0) for token in part.tokens]

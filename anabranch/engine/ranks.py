@@ -1,4 +1,4 @@
-"""Starts the ranks of a job on this node, or meets those that a launcher started; and what a rank does that is told.
+"""Starts the ranks of a job on this node, or meets those that a launcher started; each of them then follows the head.
 
 A rank that cannot go on says why to the head and ends; a rank whose head has gone ends too.
 """
@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,13 +17,13 @@ from typing import Any, TextIO
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from anabranch.config.parallel import ParallelConfig
 from anabranch.engine.build import EngineOptions, Peers, build_runner
 from anabranch.engine.fleet import Fleet
+from anabranch.engine.follower import Follower
 from anabranch.engine.links import Hub, Post
 from anabranch.engine.memory import MemoryPlan
-from anabranch.engine.orders import Shadows
 from anabranch.engine.process import follow_parent
-from anabranch.models.update import update_weights
 from anabranch.parallel.groups import ProcessGroups, join, leave
 from anabranch.parallel.layout import Layout
 from anabranch.parallel.rendezvous import LOADING_S, Rendezvous, from_environment, on_this_node
@@ -146,7 +146,7 @@ def _follow(where: Rendezvous, layout: Layout, path: Path, options: EngineOption
     try:
         device = device_of_rank(options.device, where.local, where.machine)
         comm = _join(layout, where, store, device, options)
-        _Rank(post, layout.rank(where.rank), path, options, comm, device).obey()
+        _obey(post, layout.rank(where.rank), path, options, comm, device)
     except ValueError as error:
         post.last_words("refused", str(error))
         return 2
@@ -173,69 +173,26 @@ def _join(
     return join(layout, where.rank, store, device, deterministic=options.deterministic, timeout_s=LOADING_S)
 
 
-class _Rank:
-    """One rank at work."""
+def _obey(
+    post: Post, place: ParallelConfig, path: Path, options: EngineOptions, comm: ProcessGroups, device: torch.device
+) -> None:
+    """Load this rank's part, say so, and compute until told to stop."""
+    from anabranch.engine.facts import rank_facts
 
-    def __init__(
-        self, post: Post, place: Any, path: Path, options: EngineOptions, comm: ProcessGroups, device: torch.device
-    ) -> None:
-        self._post, self._place, self._shadows = post, place, Shadows()
-        peers = Peers(place=place, comm=comm, device=str(device), agree=self._agree)
-        self.runner, self.memory, _ = build_runner(path, options, peers, None)
-        self._calls: dict[str, Callable[..., Any]] = {
-            "update_weights": self._update_weights,
-            "expert_load": self.runner.model.expert_load,
-        }
+    peers = Peers(place=place, comm=comm, device=str(device), agree=lambda plan: _agree(post, plan))
+    runner, memory, _ = build_runner(path, options, peers, None)
+    post.send(("ready", rank_facts(runner, memory)))
+    follower = Follower(post, runner)
+    while follower.obey(post.receive()):
+        pass
 
-    def obey(self) -> None:
-        """Until told to stop."""
-        from anabranch.engine.facts import rank_facts
 
-        self._post.send(("ready", rank_facts(self.runner, self.memory)))
-        while True:
-            match self._post.receive():
-                case ("step", order):
-                    self._step(order)
-                case ("look", changes, slots):
-                    self._change(changes)
-                    self._post.send(("finite", [bool(finite) for finite in self._look(slots)]))
-                case ("call", name, args):
-                    self._post.send(("answer", self._call(name, args)))
-                case ("stop",):
-                    return
-
-    def _step(self, order: Any) -> None:
-        self._change(order.changes)
-        results = self.runner.step(self._shadows.obey(order), order.turn)
-        if order.parts and self._place.samples:
-            self._post.send(("results", results))
-
-    def _change(self, changes: Any) -> None:
-        for what, slot, other in changes:
-            getattr(self.runner.cache, what)(slot, other)
-
-    def _look(self, slots: Sequence[int]) -> list[torch.Tensor]:
-        found = [self.runner.cache.finite(slot) for slot in slots]
-        if self.runner.device.type == "cuda":
-            torch.cuda.synchronize(self.runner.device)
-        return found
-
-    def _agree(self, plan: MemoryPlan) -> tuple[MemoryPlan, int]:
-        self._post.send(("plan", plan))
-        match self._post.receive():
-            case ("plan", snapshots, pages, vocab):
-                return replace(plan, snapshots=snapshots, pages=pages), vocab
-        raise SystemExit(0)  # the head could not go on, and says why
-
-    def _call(self, name: str, args: Any) -> tuple[Any, str | None]:
-        self._post.unhurried()
-        try:
-            return self._calls[name](*args), None
-        except ValueError as error:
-            return None, str(error)
-
-    def _update_weights(self, given: Path | Sequence[tuple[str, torch.Tensor]], write: bool) -> int:
-        return update_weights(self.runner.model, given, write=write)
+def _agree(post: Post, plan: MemoryPlan) -> tuple[MemoryPlan, int]:
+    post.send(("plan", plan))
+    match post.receive():
+        case ("plan", snapshots, pages, vocab):
+            return replace(plan, snapshots=snapshots, pages=pages), vocab
+    raise SystemExit(0)  # the head could not go on, and says why
 
 
 class RankStream:

@@ -70,6 +70,11 @@ def needs_history(request: Drawer) -> bool:
     return request.params.reshapes_logits or bool(request.banned)
 
 
+def is_greedy(request: Drawer) -> bool:
+    """Whether the choice is the largest logit as the model gives it, which every rank of a replica finds alike."""
+    return request.params.temperature <= 0 and not needs_history(request)
+
+
 def sample(
     logits: torch.Tensor,
     requests: Sequence[Drawer],

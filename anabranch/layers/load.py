@@ -19,10 +19,11 @@ class ExpertLoad:
         self.counts = torch.zeros(self.experts + 1, dtype=torch.int64, device=build.device)
 
     def note(self, experts: torch.Tensor, batch: Batch) -> None:
-        """Add the choices [rows of all replicas, k] of own tokens; may be captured."""
+        """Add the choices [rows, k] of own tokens, alone or among those of all replicas; may be captured."""
         if self.place.attn_tp_rank:
             return
-        first = sum(batch.counts[: self.place.dp_rank]) if batch.counts else 0
+        everyone = batch.counts is not None and len(experts) > len(batch.rows)
+        first = sum(batch.counts[: self.place.dp_rank]) if batch.counts and everyone else 0
         own = experts[first : first + len(batch.rows)]
         kept = torch.where(batch.rows[:, None] >= 0, own, self.experts).flatten()
         self.counts.index_add_(0, kept, torch.ones_like(kept))

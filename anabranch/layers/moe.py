@@ -3,12 +3,14 @@
 import torch
 from torch import nn
 
+from anabranch.fusion import counters
 from anabranch.layers.batch import Batch
 from anabranch.layers.build import Build
 from anabranch.layers.experts import Mxfp4Experts, PlainExperts
 from anabranch.layers.linear import Linear, RMSNorm, frozen
 from anabranch.layers.load import ExpertLoad
 from anabranch.layers.mlp import Mlp
+from anabranch.parallel.exchange import Traffic, combine, dispatch
 
 Routing = tuple[torch.Tensor, torch.Tensor]  # weights and experts of each token
 
@@ -38,6 +40,7 @@ class MoeFfn(nn.Module):
         moe, hidden = build.config.moe, build.config.hidden_size
         self.moe, self.activation, self.ops, self.comm = moe, build.config.activation, build.ops, build.comm
         self.load = ExpertLoad(build) if build.count_experts else None
+        self.traffic = _traffic(build)
         self.gate = Router(build)
         self.experts = (Mxfp4Experts if build.config.expert_format == "mxfp4" else PlainExperts)(build)
         if moe.shared_experts:
@@ -50,6 +53,9 @@ class MoeFfn(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]. The experts see the rows of all attention replicas."""
+        if self.traffic is not None and self.traffic.prefers_all_to_all(batch.counts, batch.moment.graph):
+            counters.add("moe.all_to_all")
+            return self._joined(*self._visited(x, batch, self.traffic))
         x = self.comm.gather_rows(x, batch.counts)
         routing = self.gate(x)  # reads the full width, also for latent experts
         if self.load is not None:
@@ -58,12 +64,37 @@ class MoeFfn(nn.Module):
         run = self._separate if self.ops.expert_ffn is None else self._together
         # the latent sum must be complete before its norm, so one collective carries both partial sums
         y = self.comm.sum_rows(run(x, routing, z), batch.counts)
+        return self._joined(*y.split([self.moe.latent_size, x.shape[-1]], -1)) if self.moe.latent_size else y
+
+    def _joined(self, routed: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+        """The sum of both parts, each complete: [T, hidden], or routed [T, latent]."""
         if self.moe.latent_size:
-            routed, shared = y.split([self.moe.latent_size, x.shape[-1]], -1)
             if self.moe.latent_norm:
                 routed = self.routed_expert_norm(routed)
-            y = self.routed_expert_up_proj(routed) + shared
-        return y
+            routed = self.routed_expert_up_proj(routed)
+        return routed + shared
+
+    def _visited(self, x: torch.Tensor, batch: Batch, traffic: Traffic) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both parts of own rows, which visit the ranks of their experts; the shared experts come to them."""
+        routing = self.gate(x)
+        if self.load is not None:
+            self.load.note(routing[1], batch)
+        z = self.routed_expert_down_proj(x) if self.moe.latent_size else x
+        guests = dispatch(self.comm, z, *routing, ranks=traffic.ranks, total=traffic.experts)
+        made = guests.rows  # no row, nothing to launch
+        if len(made):
+            seen = (guests.rows, guests.weights, guests.experts)
+            made = self.ops.routed_experts(*seen, self.experts, self.activation).to(x.dtype)
+        return combine(self.comm, guests, made), self._shared(x)
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+        """The shared experts over own rows, with the matrices of all ranks."""
+        if not self.moe.shared_experts:
+            return torch.zeros_like(x)
+        gate_up, down = self.shared_experts.matrices
+        gate_up = self.comm.all_gather(gate_up.unflatten(0, (2, -1)).mT, "tp").mT.flatten(0, 1)
+        hidden = self.ops.glu(self.ops.linear(x, gate_up), self.activation)
+        return self.ops.linear(hidden, self.comm.all_gather(down, "tp"))
 
     def _together(self, x: torch.Tensor, routing: Routing, z: torch.Tensor | None) -> torch.Tensor:
         """This rank's part of routed + shared, or of routed | shared where the experts are latent."""
@@ -77,3 +108,22 @@ class MoeFfn(nn.Module):
         routed = self.ops.routed_experts(read, *routing, self.experts, self.activation).to(x.dtype)
         shared = self.shared_experts.partial(x) if self.moe.shared_experts else torch.zeros_like(x)
         return routed + shared if z is None else torch.cat([routed, shared], -1)
+
+
+def _traffic(build: Build) -> Traffic | None:
+    """What this layer's exchange costs, if every rank has rows and whole experts of its own, and sums may vary."""
+    moe, place, size = build.config.moe, build.parallel, build.dtype.itemsize
+    assert moe is not None
+    if not 1 < place.tp_size == place.dp_size == place.ep_size or build.comm.ordered:
+        return None
+    hidden, width = build.config.hidden_size, moe.latent_size or build.config.hidden_size
+    return Traffic(
+        ranks=place.tp_size,
+        experts=moe.experts,
+        chosen=moe.top_k,
+        gathered=hidden * size,
+        summed=(hidden + (moe.latent_size or 0)) * size,
+        there=width * size,
+        back=width * size,
+        shared=3 * hidden * moe.intermediate_size * moe.shared_experts * size,
+    )

@@ -3,7 +3,7 @@
 import gc
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -35,14 +35,14 @@ class ProcessGroups:
         stages: tuple[int, ...],
         deterministic: bool,
     ) -> None:
-        self.place, self._groups, self._stages, self._deterministic = place, groups, stages, deterministic
+        self.place, self._groups, self._stages, self.ordered = place, groups, stages, deterministic
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
 
     def all_reduce(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         peers = self._groups[group]
         if peers is None:
             return x
-        if self._deterministic:
+        if self.ordered:
             return _in_order(_stack(x, peers))
         dist.all_reduce(x, group=peers)
         return x
@@ -50,6 +50,13 @@ class ProcessGroups:
     def all_gather(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         peers = self._groups[group]
         return x if peers is None else _stack(x, peers).movedim(0, -2).flatten(-2)
+
+    def broadcast(self, x: torch.Tensor, group: Group) -> torch.Tensor:
+        peers = self._groups[group]
+        if peers is not None:
+            x = x.contiguous()
+            dist.broadcast(x, group_src=0, group=peers)
+        return x
 
     def gather_rows(self, x: torch.Tensor, counts: Counts) -> torch.Tensor:
         peers = self._groups["dp"]
@@ -71,7 +78,7 @@ class ProcessGroups:
             return self.all_reduce(x, "tp")
         counts = counts or (len(x) // place.dp_size,) * place.dp_size
         own = slice(sum(counts[: place.dp_rank]), sum(counts[: place.dp_rank + 1]))
-        if self._deterministic:
+        if self.ordered:
             everyone = self._groups["tp"]
             assert everyone is not None
             return _in_order(_stack(x, everyone)[:, own])
@@ -84,6 +91,14 @@ class ProcessGroups:
         mine = x.new_empty(most, *x.shape[1:])
         _reduce_scatter(mine, x.contiguous(), group=peers)
         return self.all_reduce(mine, "attn_tp")[: counts[place.dp_rank]]
+
+    def all_to_all(self, x: torch.Tensor, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+        peers = self._groups["tp"]
+        if peers is None:
+            return x
+        out = x.new_empty(sum(received), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=peers)
+        return out
 
     def send(self, x: torch.Tensor) -> None:
         to = self._stages[self.place.pp_rank + 1]
@@ -132,7 +147,12 @@ def join(
             if rank in members:
                 groups[kind] = made.get(members)
                 stages = members if kind == "pp" else stages
-    return ProcessGroups(layout.rank(rank), groups, stages, deterministic)
+    comm = ProcessGroups(layout.rank(rank), groups, stages, deterministic)
+    if 1 < layout.tp == layout.dp_attention == layout.ep and not deterministic:
+        # pairs of ranks get their buffers at first use, which must come before memory is planned
+        ones = (1,) * layout.tp
+        comm.all_to_all(torch.zeros(layout.tp, device=device), ones, ones)
+    return comm
 
 
 def leave(seconds: float = 20.0) -> None:

@@ -57,10 +57,12 @@ class Metrics:
         )
         self.queue = histogram("request_queue_time_seconds", "From arrival to the first step that computes.")
         self.whole = histogram("e2e_request_latency_seconds", "From arrival to the end of the answer.")
-        self.registry.register(_EngineCollector(model_name, engine))
+        self._collector = _EngineCollector(model_name, engine)
+        self.registry.register(self._collector)
 
-    def text(self) -> bytes:
-        """The exposition format."""
+    def text(self, expert_load: Mapping[str, Any] | None = None) -> bytes:
+        """The exposition format; with what experts were given, as in `/server_info`, where that is counted."""
+        self._collector.expert_load = expert_load
         return generate_latest(self.registry)
 
 
@@ -95,6 +97,7 @@ class Stopwatch:
 class _EngineCollector(Collector):
     def __init__(self, model_name: str, engine: Measured) -> None:
         self._model, self._engine = model_name, engine
+        self.expert_load: Mapping[str, Any] | None = None
 
     def collect(self) -> Iterator[Metric]:
         stats = self._engine.stats()
@@ -112,6 +115,29 @@ class _EngineCollector(Collector):
                 family.add_metric((self._model, str(value)), count)
             yield family
         yield self._fusions()
+        if self.expert_load is not None:
+            yield from self._experts(self.expert_load)
+
+    def _experts(self, load: Mapping[str, Any]) -> Iterator[Metric]:
+        """By layer and by expert group: a series for each expert of each layer would be thousands."""
+        for label, name, given in (
+            ("layer", "expert", {layer: sum(counts) for layer, counts in load["tokens"].items()}),
+            ("ep_rank", "ep_rank", dict(enumerate(load["by_ep_rank"]))),
+        ):
+            help_text = f"Tokens given to routed experts, once for each expert chosen, by {label}."
+            family = CounterMetricFamily(f"{PREFIX}{name}_tokens", help_text, labels=("model_name", label))
+            for value, count in given.items():
+                family.add_metric((self._model, str(value)), count)
+            yield family
+        help_text = "Tokens of a layer's busiest expert over those of its average one."
+        family = GaugeMetricFamily(PREFIX + "expert_imbalance", help_text, labels=("model_name", "layer"))
+        for layer, counts in load["tokens"].items():
+            if sum(counts):
+                family.add_metric((self._model, layer), max(counts) * len(counts) / sum(counts))
+        yield family
+        if load["imbalance"] is not None:
+            help_text = "Tokens of the busiest expert group over those of the average one."
+            yield self._gauge("ep_rank_imbalance", help_text, load["imbalance"])
 
     def _gauge(self, name: str, help_text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(PREFIX + name, help_text, labels=("model_name",))

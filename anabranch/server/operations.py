@@ -28,7 +28,8 @@ def status_routes(desk: Desk) -> APIRouter:
     @routes.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
-        return Response(desk.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        load = await _expert_load(desk)
+        return Response(desk.metrics.text(load.get("expert_load")), media_type=CONTENT_TYPE_LATEST)
 
     @routes.get("/version")
     async def version() -> dict[str, str]:

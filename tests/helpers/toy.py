@@ -15,6 +15,7 @@ from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
 from anabranch.layers.batch import Batch, KdaState, LatentPages
 from anabranch.ops.log_softmax.reference import log_softmax, pick
+from anabranch.parallel.collectives import SingleRank
 
 VOCAB, PRIME = 31, 16_777_213  # the largest prime that fp32 counts up to exactly
 POISON = 30  # a token whose logits are not finite
@@ -42,6 +43,10 @@ class ToyModel:
 
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
+        self.model, self.comm = self, SingleRank()
+
+    def expert_load(self) -> dict:
+        return {}
 
     def __call__(self, batch: Batch, caches: list) -> torch.Tensor:
         kda, mla = caches
@@ -52,6 +57,8 @@ class ToyModel:
         logits = torch.full((len(batch.tokens), VOCAB), -1.0)
         offsets = batch.segments.offsets.tolist()
         for i, (slot, total) in enumerate(zip(batch.slots.tolist(), batch.segments.totals, strict=True)):
+            if slot < 0:  # a row of nobody
+                continue
             new = batch.tokens[offsets[i] : offsets[i + 1]].tolist()
             state = int(kda.state[slot, 0, 0, 0])
             for position, token in enumerate(new):
@@ -66,9 +73,7 @@ class ToyModel:
         return logits[batch.wanted]
 
 
-def toy_engine(
-    config: ModelConfig, *, slots: int, pages: int, snapshots: int, chunk: int = 100, ahead: bool = False
-) -> Engine:
+def toy_runner(config: ModelConfig, *, slots: int, pages: int, snapshots: int, samples: bool = True) -> Runner:
     shape = CacheShape(
         kda_layers=1,
         mla_layers=1,
@@ -86,7 +91,13 @@ def toy_engine(
         KdaState(torch.zeros(count, 1, 1), torch.zeros(count, 1, 1, 1)),
         LatentPages(torch.zeros(pages + 1, PAGE, 1)),
     ]
-    runner = Runner(ToyModel(config), cache, VOCAB)  # type: ignore[arg-type]
+    return Runner(ToyModel(config), cache, VOCAB, samples)  # type: ignore[arg-type]
+
+
+def toy_engine(
+    config: ModelConfig, *, slots: int, pages: int, snapshots: int, chunk: int = 100, ahead: bool = False
+) -> Engine:
+    runner = toy_runner(config, slots=slots, pages=pages, snapshots=snapshots)
     return Engine(runner, (), 4096, chunk, prefix_cache=snapshots > 0, ahead=ahead)
 
 

@@ -11,6 +11,7 @@ import pytest
 from anabranch import LLM, SamplingParams
 from anabranch.engine import build
 from anabranch.engine.messages import RankFailed
+from anabranch.fusion import counters
 from anabranch.models.tiny import init_checkpoint
 
 OPTIONS = {"device": "cpu", "deterministic": True, "max_seqs": 3, "max_len": 256, "prefill_chunk": 64}
@@ -19,10 +20,17 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 SEEDED = SamplingParams(max_tokens=4, temperature=1.0, seed=5, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 # more than the slots, of very different lengths: some wait, some replicas are idle at the end
 PROMPTS = [[i + 3] * length for i, length in enumerate((1, 130, 62, 63, 61, 64, 3, 65))]
+# half of them launch steps ahead, as GPUs do
 LAYOUTS = {
-    "kl": [{"tp": 2}, {"tp": 4, "dp_attention": 4, "ep": 4}, {"tp": 2, "pp": 2}],
-    "k3": [{"tp": 4}, {"tp": 4, "dp_attention": 2, "ep": 2}, {"pp": 2}],
+    "kl": [{"tp": 2, "ahead": True}, {"tp": 4, "dp_attention": 4, "ep": 4, "ahead": True}, {"tp": 2, "pp": 2}],
+    "k3": [{"tp": 4}, {"tp": 4, "dp_attention": 2, "ep": 2, "ahead": True}, {"pp": 2, "ahead": True}],
 }
+WISHES = [
+    # goes on when those that wait for their history have ended
+    SamplingParams(max_tokens=14, temperature=0.9, top_p=0.8, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=0.0, repetition_penalty=1.8, ignore_eos=True),
+    SamplingParams(max_tokens=5, temperature=0.0, min_tokens=3, ignore_eos=True),
+]
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 
 
@@ -92,6 +100,20 @@ def test_every_layout_answers_as_one_rank(checkpoint, number, monkeypatch):
         assert [f["rank"] for f in facts] == list(range(1, llm.fleet.layout.world))
         assert {f["place"]["attn_tp_size"] for f in facts} == {llm.fleet.layout.attn_tp}
     assert not [p for p in multiprocessing.active_children() if p.name.startswith("anabranch-rank")]
+
+
+def test_sums_that_may_vary_give_the_same_tokens(checkpoint):
+    """Prompts go to their experts by all-to-all where that is less, and drawn tokens go from rank to rank."""
+    path, name, _, wanted, *_ = checkpoint
+    options = {**OPTIONS, "deterministic": False}
+    want = tokens(LLM(path, **options).generate([[9] * 5] * len(WISHES), WISHES))
+    layout = {"tp": 2, "dp_attention": 2, "ep": 2} if name == "kl" else {"tp": 2}
+    with LLM(path, **options, **layout, ahead=True) as llm, counters.counting() as ran:
+        # one replica has a prompt, the other one row
+        got = [llm.generate([prompt], GREEDY)[0] for prompt in PROMPTS[1:3]]
+        assert tokens(got) == tokens(wanted)[1:3]
+        assert tokens(llm.generate([[9] * 5] * len(WISHES), WISHES)) == want
+    assert (ran["moe.all_to_all"] > 0) == (name == "kl")
 
 
 def test_a_killed_rank_ends_the_job_with_its_name(checkpoint):

@@ -36,12 +36,15 @@ class Orders(RuleBasedStateMachine):
         if not self.requests:
             return
         r = data.draw(st.sampled_from(self.requests))
-        match data.draw(st.sampled_from(["grow", "sample", "preempt", "readmit", "swap", "end"])):
+        match data.draw(st.sampled_from(["grow", "fly", "sample", "preempt", "readmit", "swap", "end"])):
             case "grow":
                 self.page += 1
                 r.pages.append(self.page)
                 r.computed += 1
+            case "fly":
+                r.flying += 1
             case "sample":
+                r.flying = max(0, r.flying - 1)
                 r.sampled.append(Sampled(len(r.sampled) + 40, -0.5))
             case "preempt":
                 r.slot, r.pages, r.computed = -1, [], 0
@@ -64,7 +67,17 @@ class Orders(RuleBasedStateMachine):
         self.seen = self.shadows.obey(order)
         for (want, n), (got, count) in zip(self.segments, self.seen, strict=True):
             assert n == count
-            for name in ("prompt", "params", "eos_ids", "computed", "prefill_until", "slot", "pages", "output"):
+            for name in (
+                "prompt",
+                "params",
+                "eos_ids",
+                "computed",
+                "prefill_until",
+                "slot",
+                "pages",
+                "output",
+                "flying",
+            ):
                 assert getattr(got, name) == getattr(want, name), name
             assert (got.known, got.decoding, got.banned) == (want.known, want.decoding, want.banned)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from anabranch import LLM, SamplingParams
 from anabranch.models.tiny import init_checkpoint
 
 COMMAND = [sys.executable, "-c", "from anabranch.cli.main import run; run()"]
@@ -114,39 +115,28 @@ def test_the_server_ends_in_order_and_leaves_no_rank(checkpoint):
         assert line.startswith("memory: ")
 
 
-def test_processes_of_a_launcher_find_each_other(checkpoint):
-    """The environment that torchrun gives its workers; only the first rank writes the answer."""
+def test_two_nodes_of_torchrun_answer_as_one_process(checkpoint):
+    """The recipe of docs/operations.md: an agent a node, which meet at the first; only rank 0 writes the answer."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [
-        *COMMAND,
-        "generate",
-        str(checkpoint),
-        "Hi",
-        "--device",
-        "cpu",
-        "--temperature",
-        "0",
-        "-n",
-        "5",
-        "--json",
-    ]
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    agent += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    ask = ["generate", str(checkpoint), "Hi", "--device", "cpu", "--temperature", "0", "-n", "5", "--json"]
+    nodes = [
         subprocess.Popen(
-            [*command, "--pp", "2"],
+            [*agent, "--no-python", *COMMAND, *ask, "--tp", "2", "--dp-attention", "2", "--ep", "2"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **job, "RANK": str(i), "LOCAL_RANK": str(i)},
         )
-        for i in (1, 0)
+        for _ in range(2)
     ]
-    (other, other_err), (first, first_err) = (rank.communicate(timeout=90) for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0], other_err + first_err
-    assert other == ""
-    alone = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90).stdout
-    assert json.loads(first)["token_ids"] == json.loads(alone)["token_ids"]
+    said = [node.communicate(timeout=90) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    [answer] = [out for out, _ in said if out]
+    params = SamplingParams(temperature=0.0, max_tokens=5)
+    [alone] = LLM(checkpoint, device="cpu").generate("Hi", params)
+    assert json.loads(answer)["token_ids"] == alone.outputs[0].token_ids
 
 
 def test_another_number_of_processes_than_ranks_is_one_line(checkpoint):

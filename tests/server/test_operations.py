@@ -35,6 +35,23 @@ def test_engine_counters_are_metrics():
     assert {f"anabranch:{name}" for name in expected.split()} <= families(site).keys()
 
 
+def test_expert_load_is_a_metric_where_it_is_counted():
+    assert not [name for name in families(Site()) if "expert" in name or "ep_rank" in name]
+    service = FakeService()
+    service.facts.document["counts_experts"] = True
+
+    async def expert_load():
+        return {"tokens": {"1": [6, 0, 2, 0], "3": [0, 0, 0, 0]}, "by_ep_rank": [6, 2], "imbalance": 1.5}
+
+    service.expert_load = expert_load
+    site = Site(service)
+    assert [value(site, "expert_tokens", layer=layer) for layer in "13"] == [8, 0]
+    assert [value(site, "ep_rank_tokens", ep_rank=rank) for rank in "01"] == [6, 2]
+    assert value(site, "expert_imbalance", layer="1") == 3
+    assert len(families(site)["anabranch:expert_imbalance"].samples) == 1, "a layer without tokens has no imbalance"
+    assert value(site, "ep_rank_imbalance") == 1.5
+
+
 def test_latencies_count_tokens():
     first, *others = spell("a", "bcd", "e")
     site = Site(FakeService("kl", [first._replace(queue_s=0.3), *others]))
