@@ -136,12 +136,12 @@ class Cache:
 
     def clear(self, slot: int, pages: Iterable[int] = ()) -> None:
         """Zero a slot, and pages: a new sequence starts from zeros, since kernels read unconditionally."""
-        index = list(pages)
+        index, kda = list(pages), [layer for layer in self.layers if isinstance(layer, KdaState)]
+        for states in ([layer.conv[slot] for layer in kda], [layer.state[slot] for layer in kda]):
+            if states:  # a launch for each type, not for each layer
+                torch._foreach_zero_(states)  # pyright: ignore[reportPrivateImportUsage]
         for layer in self.layers:
-            if isinstance(layer, KdaState):
-                layer.conv[slot].zero_()
-                layer.state[slot].zero_()
-            elif index:
+            if index and not isinstance(layer, KdaState):
                 layer.pages[index] = 0
 
     def copy(self, source: int, target: int) -> None:

@@ -43,6 +43,7 @@ def stats_of(engine: Engine) -> dict[str, Any]:
         "finished": dict(finished),
         "eager_steps": dict(engine.runner.eager_steps),
         "graph_replays": dict(engine.runner.graph_replays),
+        "prompt_replays": dict(engine.runner.prompt_replays),
         "counters": counters.snapshot(),
         "replicas": each,
     }

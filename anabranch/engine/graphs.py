@@ -1,7 +1,8 @@
 """CUDA graphs of decode steps at a ladder of sizes: static buffers in; logits and greedy choices out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +13,7 @@ from anabranch.layers.batch import Batch
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.ops.segments import Segments
 
+T = TypeVar("T")
 FIELDS = ("tokens", "slots", "rows", "ends")
 
 
@@ -19,6 +21,23 @@ def graph_ladder(largest: int) -> list[int]:
     """Sizes up to `largest`: a request is padded by at most a third."""
     steps = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512]
     return [s for s in steps if s < largest] + [largest]
+
+
+def record(run: Callable[[], T], stream: torch.cuda.Stream, pool: Any = None, mode: str = "global") -> tuple[Any, T]:
+    """A graph of what `run` does, and the result whose memory every replay writes again.
+
+    Graphs share the memory of one pool only if they were recorded on one stream.
+    """
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        for _ in range(2):  # lazy set-up must not happen under capture
+            run()
+    current.wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
+        result = run()
+    return graph, result
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +94,13 @@ class DecodeGraphs:
         for size in reversed(self.sizes):
             fields = self._host([], size, self.width).to(self.device)
             batch = self._batch(fields)
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # lazy set-up must not happen under capture
-                    self._pick(self.model(batch, self.cache.layers))
-            torch.cuda.current_stream(self.device).wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
-                logits = self.model(batch, self.cache.layers)
-                picked = self._pick(logits)
+            graph, (logits, picked) = record(lambda batch=batch: self._forward(batch), stream, pool, mode)
             pool = pool or graph.pool()
             self._graphs[size] = _Captured(graph, fields, batch, logits, picked)
+
+    def _forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        logits = self.model(batch, self.cache.layers)
+        return logits, self._pick(logits)
 
     def _pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The greedy choice of every row; a pipeline stage that hands on has no rows."""

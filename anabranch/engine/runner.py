@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from anabranch.engine.cache import PAGE, Cache
-from anabranch.engine.flight import Flight, Result
+from anabranch.engine.flight import Flight
 from anabranch.engine.graphs import DecodeGraphs
+from anabranch.engine.prompt_graphs import PromptGraphs
 from anabranch.engine.request import Request, TokenLogprob
-from anabranch.engine.sampler import sample, top_logprobs
+from anabranch.engine.sampler import is_greedy, sample, top_logprobs
 from anabranch.fusion.plan import Moment
 from anabranch.layers.batch import Batch
 from anabranch.models.kimi import KimiForCausalLM
@@ -22,12 +23,14 @@ from anabranch.ops.staging import to_device
 class Turn:
     """How the ranks of all attention replicas take one step.
 
-    `counts`: rows of each replica. `size`: the graph that all replay, or None with the reason `eager`.
+    `counts`: rows of each replica. `size`: the graph that all replay, or None with the reason `eager`. `follow`: the
+    next step may begin before this one is read, so every rank keeps the tokens that were sampled.
     """
 
     counts: tuple[int, ...]
     size: int | None
     eager: str | None
+    follow: bool = False
 
 
 class Runner:
@@ -35,25 +38,28 @@ class Runner:
 
     Args:
         vocab: ids below this may be sampled; a model's table may be padded beyond its tokenizer.
-        samples: whether this rank turns logits into tokens; otherwise its flights have no results.
+        samples: whether this rank turns logits into tokens; otherwise its flights have no results, though they may
+            have the tokens.
     """
 
     def __init__(self, model: KimiForCausalLM, cache: Cache, vocab: int | None = None, samples: bool = True) -> None:
         self.model, self.cache, self.device = model, cache, cache.device
         self.graphs: DecodeGraphs | None = None
+        self.prompts: PromptGraphs | None = None
         self.samples = samples
         self.eager_steps: Counter[str] = Counter()
         self.graph_replays: Counter[int] = Counter()
+        self.prompt_replays: Counter[int] = Counter()
         self.vocab = min(vocab or model.config.vocab_size, model.config.vocab_size)
 
-    def turn(self, replicas: Sequence[Sequence[tuple[Request, int]]]) -> Turn:
+    def turn(self, replicas: Sequence[Sequence[tuple[Request, int]]], follow: bool = False) -> Turn:
         """How the ranks of several attention replicas take a step together; an idle one computes a row for nobody."""
         eager = next((why for s in replicas if s and (why := self._why_eager(s)) is not None), None)
         if eager is None:
             assert self.graphs is not None
             size = self.graphs.size(max(map(len, replicas)))
-            return Turn((size,) * len(replicas), size, None)
-        return Turn(tuple(max(1, sum(n for _, n in s)) for s in replicas), None, eager)
+            return Turn((size,) * len(replicas), size, None, follow)
+        return Turn(tuple(max(1, sum(n for _, n in s)) for s in replicas), None, eager, follow)
 
     @torch.inference_mode()
     def launch(
@@ -73,24 +79,18 @@ class Runner:
             logits, picked, size = self.graphs.run([r for r, _ in segments], newest, turn and turn.size)
             self.graph_replays[size] += 1
             owners = list(range(len(segments)))
+        elif turn is None and self.prompts is not None and self.prompts.fits(segments):
+            logits, picked, size = self.prompts.run(*segments[0])
+            self.prompt_replays[size] += 1
+            owners = [0]
         else:
             self.eager_steps[eager] += 1
             batch, owners = self._batch(segments, newest) if segments else (self._idle(), [])
             logits = self.model(batch if turn is None else replace(batch, counts=turn.counts), self.cache.layers)
-        if not self.samples:
+        follow = turn is not None and turn.follow
+        if not self.samples and not follow:
             return Flight(list(segments), [], None, {})
-        return self._sampled(list(segments), logits[:, : self.vocab], owners, picked)
-
-    def step(self, segments: Sequence[tuple[Request, int]], turn: Turn | None = None) -> list[Result]:
-        """A step whose results are waited for, on a rank that is told what to compute."""
-        flight = self.launch(segments, turn=turn)
-        if not self.samples:
-            return []
-        flight.seal(self.device)
-        results = flight.wait()
-        for i in flight.ready:
-            flight.segments[i][0].flying -= 1
-        return results
+        return self._sampled(list(segments), logits[:, : self.vocab], owners, picked, follow)
 
     def _newest(self, segments: Sequence[tuple[Request, int]], behind: Flight | None) -> torch.Tensor | None:
         """int64 [decoding requests]: their newest tokens, if these are known on the device only."""
@@ -98,8 +98,8 @@ class Runner:
         if not flying:
             return None
         assert behind is not None
-        assert behind.samples is not None
-        row_of, tokens = behind.rows(), behind.samples.tokens
+        assert behind.tokens is not None
+        row_of, tokens = behind.rows(), behind.tokens
         rows = [row_of[r] for r in flying]
         return tokens if rows == list(range(len(tokens))) else tokens[to_device(rows, self.device)]
 
@@ -117,23 +117,28 @@ class Runner:
         logits: torch.Tensor,
         owners: list[int],
         picked: tuple[torch.Tensor, torch.Tensor] | None,
+        follow: bool,
     ) -> Flight:
         """`owners[i]` is the segment of logits row i; the last row of a ready segment is sampled."""
         scored: dict[int, list[TokenLogprob]] = {}
         for i, (request, count) in enumerate(segments):
-            if wants_prompt_logprobs(request):
+            if self.samples and wants_prompt_logprobs(request):
                 first = owners.index(i)
                 scored[i] = self._prompt_logprobs(request, count, logits[first : first + count])
         last = {owner: row for row, owner in enumerate(owners)}
         ready = [i for i, (r, count) in enumerate(segments) if r.computed + count == r.known]
-        samples = None
+        samples = tokens = None
         if ready:
-            rows = [last[i] for i in ready]
+            rows, requests = [last[i] for i in ready], [segments[i][0] for i in ready]
             chosen = logits if rows == list(range(len(owners))) else logits[to_device(rows, self.device)]
-            samples = sample(chosen, [segments[i][0] for i in ready], self.model.ops, picked)
+            samples = sample(chosen, requests, self.model.ops, picked) if self.samples else None
+            tokens = samples.tokens if samples else (picked or self.model.ops.pick(chosen))[0]
+            if follow and not all(map(is_greedy, requests)):
+                # the ranks of a replica have the same logits, but only one draws
+                tokens = self.model.model.comm.broadcast(tokens, "attn_tp")
         for i in ready:
             segments[i][0].flying += 1
-        return Flight(segments, ready, samples, scored)
+        return Flight(segments, ready, samples, scored, tokens)
 
     def _prompt_logprobs(self, request: Request, count: int, logits: torch.Tensor) -> list[TokenLogprob]:
         """Row i predicts the token behind it; the first prompt token has no log probability."""

@@ -14,6 +14,7 @@ class Batch:
     """T packed tokens of B sequences: first `decodes` sequences of one token each, then whole prefill segments.
 
     Decode tokens take the recurrent / absorbed forms, prefill segments (also short ones) the chunk / explicit forms.
+    Without decodes the last of `segments` may be padding, with slot -1; `prefill` counts it to the sequence before it.
     """
 
     tokens: torch.Tensor  # int64 [T]

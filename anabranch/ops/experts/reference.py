@@ -1,6 +1,7 @@
 """Routed experts in plain PyTorch: one pair of GEMMs for each expert that some token chose. See spec.py for shapes."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -35,11 +36,20 @@ def routed_experts(
 ) -> torch.Tensor:
     """sum_e weights_e * down_e(glu(gate_up_e x)) over the local experts."""
     y = torch.zeros_like(x).float()
-    local = experts - bank.first
-    chosen = torch.bincount(local[(local >= 0) & (local < bank.count)], minlength=bank.count)
-    for expert in chosen.nonzero().flatten().tolist():
-        tokens, choice = (local == expert).nonzero(as_tuple=True)
-        hidden = glu(linear(x[tokens], bank.gate_up(expert)), activation)
-        out = linear(hidden, bank.down(expert)).float()
-        y = y.index_add(0, tokens, out * weights[tokens, choice, None])
+    pairs, counts = _local_pairs(experts, bank)
+    scales, sizes = weights.flatten().index_select(0, pairs).unsqueeze(-1), list(counts.values())
+    parts = zip(counts, (pairs // experts.shape[1]).split(sizes), scales.split(sizes), strict=True)
+    for expert, tokens, scale in parts:
+        hidden = glu(linear(x.index_select(0, tokens), bank.gate_up(expert)), activation)
+        y = y.index_add(0, tokens, linear(hidden, bank.down(expert)).float() * scale)
     return y
+
+
+def _local_pairs(experts: torch.Tensor, bank: ExpertBank) -> tuple[torch.Tensor, Mapping[int, int]]:
+    """Indices into `experts`, flat, of what chose a local expert, in its order; how many chose each, ascending."""
+    chosen, pairs = experts.flatten().sort(stable=True)
+    counts = Counter(chosen.tolist())
+    first, last = bank.first, bank.first + bank.count
+    before = sum(count for expert, count in counts.items() if expert < first)
+    local = {expert - first: count for expert, count in counts.items() if first <= expert < last}
+    return pairs[before : before + sum(local.values())], local

@@ -126,6 +126,11 @@ def _place_chunks(experts, ranks, offsets, sorted_pairs, pairs, first, count, CH
     _place(experts, ranks, offsets, sorted_pairs, pairs, first, count, tl.program_id(0), CHUNK)
 
 
+def slots(pairs: int, count: int, tile: int) -> int:
+    """The most tiles that any choice gives: each non-empty run adds at most one that is not full."""
+    return min(pairs, count) + pairs // tile
+
+
 def align(experts: torch.Tensor, first: int, count: int, tile: int, tail: int = 0) -> Tiles:
     """Tiles of at most `tile` pairs, the last of a run `tail` more, over the local experts `first .. first + count`.
 
@@ -133,10 +138,9 @@ def align(experts: torch.Tensor, first: int, count: int, tile: int, tail: int = 
         experts: int64 [T, k], dense, global indices.
     """
     pairs, device = experts.numel(), experts.device
-    slots = min(pairs, count) + pairs // tile  # each non-empty run adds at most one tile that is not full
     result = Tiles(
         pairs=torch.empty(pairs, dtype=torch.int32, device=device),
-        table=torch.empty((3, slots), dtype=torch.int32, device=device),
+        table=torch.empty((3, slots(pairs, count, tile)), dtype=torch.int32, device=device),
     )
     ranks = torch.empty(pairs, dtype=torch.int32, device=device)
     blocks = {"EXPERTS": triton.next_power_of_2(count), "TILE": tile, "TAIL": tail}
@@ -144,11 +148,11 @@ def align(experts: torch.Tensor, first: int, count: int, tile: int, tail: int = 
         cursor, offsets = torch.empty((2, count), dtype=torch.int32, device=device)
         chunk = max(128, triton.next_power_of_2(pairs))
         scratch = (experts, cursor, offsets, ranks, result.pairs, result.table)
-        _align[(1,)](*scratch, pairs, first, count, slots, **blocks, CHUNK=chunk, num_warps=8, **early_launch())
+        _align[(1,)](*scratch, pairs, first, count, result.slots, **blocks, CHUNK=chunk, num_warps=8, **early_launch())
         return result
     cursor, offsets = torch.zeros((2, count), dtype=torch.int32, device=device)
     chunks = (triton.cdiv(pairs, 1024),)
     _rank_chunks[chunks](experts, cursor, ranks, pairs, first, count, CHUNK=1024, **early_launch())
-    _plan_once[(1,)](cursor, offsets, result.table, count, slots, **blocks, num_warps=8, **early_launch())
+    _plan_once[(1,)](cursor, offsets, result.table, count, result.slots, **blocks, num_warps=8, **early_launch())
     _place_chunks[chunks](experts, ranks, offsets, result.pairs, pairs, first, count, CHUNK=1024, **early_launch())
     return result

@@ -16,6 +16,7 @@ import triton.language as tl
 from anabranch.config.model import ActivationConfig
 from anabranch.ops.early import early_launch, follow
 from anabranch.ops.expert_sum.triton import expert_sum
+from anabranch.ops.experts import grouped
 from anabranch.ops.experts.plan import SORTED, Plan, Tile, choose_plan
 from anabranch.ops.experts.reference import ExpertBank
 from anabranch.ops.experts.tiles import align
@@ -223,6 +224,8 @@ def expert_products(
 ) -> torch.Tensor:
     """down_e(glu(gate_up_e x)) of every local (token, choice) pair: [T * k, W]; other ranks' rows stay as they are."""
     (tokens, width), top_k = x.shape, experts.shape[1]
+    if plan is None and rider is None and grouped.worth(x, top_k, bank):
+        return grouped.expert_products(x, experts, bank, activation)
     (w13, w13_scale), (w2, w2_scale), fp4 = _stacks(bank)
     inner, pairs = w13.shape[1] // 2, tokens * top_k
     plan = plan or choose_plan(tokens, top_k, bank.count, x.dtype, fp4)

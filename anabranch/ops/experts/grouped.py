@@ -1,0 +1,96 @@
+"""Routed experts of prompts in CUDA C++ for Hopper: a sort of the pairs and two products (csrc/grouped*.cuh).
+
+The bits are those of the Triton kernels: 64 weight rows by tokens on wgmma, K in ascending order, the same roundings.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from anabranch.config.model import ActivationConfig
+from anabranch.ops import native
+from anabranch.ops.experts.reference import ExpertBank
+from anabranch.ops.experts.tiles import Tiles, align, slots
+
+TILE, TAIL = 256, 32  # pairs of a tile, and what the last tile of a run may hold beyond them
+LEAST = 96  # pairs that an expert gets on average, from which on these kernels are used
+_SORTED, _EXPERTS = 8 * 512 * 32, 512  # most pairs, and most experts, that the one-launch sort takes
+_MOST = 2**31 - 1  # offsets into x and places of pairs are 32-bit numbers
+
+
+@cache
+def available(device: int) -> bool:
+    """Whether this GPU is a Hopper and the library is built or can be."""
+    return torch.cuda.get_device_capability(device) == (9, 0) and native.verdict("experts").ok
+
+
+def fits(x: torch.Tensor, bank: ExpertBank) -> bool:
+    """Whether these tensors are laid out as the kernels read them; says nothing about speed."""
+    w13, w2 = getattr(bank, "w13", None), getattr(bank, "w2", None)
+    if w13 is None or w2 is None or not x.dtype == w13.dtype == w2.dtype == torch.bfloat16:
+        return False
+    sizes = (x.stride(0), w2.shape[1], w2.shape[2])
+    whole = x.stride(1) == 1 and w13.is_contiguous() and w2.is_contiguous()
+    aligned = all(size % 8 == 0 for size in sizes) and all(t.data_ptr() % 16 == 0 for t in (x, w13, w2))
+    return whole and aligned and len(x) * x.stride(0) <= _MOST
+
+
+def worth(x: torch.Tensor, top_k: int, bank: ExpertBank) -> bool:
+    """Whether a step's routed experts run here rather than on Triton."""
+    many = len(x) * top_k > LEAST * bank.count
+    return many and x.is_cuda and fits(x, bank) and available(x.get_device())
+
+
+def expert_products(
+    x: torch.Tensor, experts: torch.Tensor, bank: ExpertBank, activation: ActivationConfig
+) -> torch.Tensor:
+    """down_e(glu(gate_up_e x)) of every local (token, choice) pair: [T * k, W]; other ranks' rows stay as they are.
+
+    Args:
+        x: bf16 [T, W], inner stride one.
+        experts: int64 [T, k], dense, global indices.
+        bank: dense bf16 stacks `w13` [E, 2*I, W] and `w2` [E, W, I]; see `fits`.
+    """
+    tiles = sort(experts, bank.first, bank.count)
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return products(x, tiles, experts.shape[1], bank, activation, programs)
+
+
+def sort(experts: torch.Tensor, first: int, count: int) -> Tiles:
+    """The pairs of the local experts `first .. first + count` in tiles, as `tiles.align` has them.
+
+    Args:
+        experts: int64 [T, k], dense, global indices.
+    """
+    pairs = experts.numel()
+    if pairs > _SORTED or count > _EXPERTS:
+        return align(experts, first, count, TILE, TAIL)
+    order = torch.empty(pairs, dtype=torch.int32, device=experts.device)
+    table = torch.empty((3, slots(pairs, count, TILE)), dtype=torch.int32, device=experts.device)
+    native.load("experts").grouped_sort(experts, first, count, TILE, TAIL, order, table)
+    return Tiles(pairs=order, table=table)
+
+
+def products(
+    x: torch.Tensor, tiles: Tiles, top_k: int, bank: ExpertBank, activation: ActivationConfig, programs: int
+) -> torch.Tensor:
+    """The same for pairs that are sorted already, by at most `programs` programs.
+
+    Raises:
+        ValueError: x or the bank is not laid out as the kernels read them.
+    """
+    if not fits(x, bank):
+        raise ValueError(
+            f"experts: x {tuple(x.shape)} {x.dtype} with strides {x.stride()}: the grouped products need bf16, "
+            "dense stacks, a row pitch and both widths that are multiples of 8, and addresses that are multiples of 16"
+        )
+    store: Any = bank
+    pairs, (_, width, inner) = tiles.pairs.numel(), store.w2.shape
+    h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
+    out = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    kernels, order, table = native.load("experts"), tiles.pairs, tiles.table
+    situ, beta, cap = activation.name == "situ", float(activation.beta), float(activation.linear_beta or 0)
+    kernels.grouped_gate_up(x, store.w13, order, table, h, top_k, situ, beta, cap, programs)
+    kernels.grouped_down(h, store.w2, order, table, out, programs)
+    return out
