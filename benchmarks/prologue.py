@@ -1,7 +1,8 @@
 """Rows of `anabranch bench prologue` and `anabranch bench mla-gate` at the layouts that the documents quote.
 
 The measuring is `anabranch.measure`: cold weights, CUDA-graph replay, A/A first, arms interleaved, and no figure for a
-path that does not equal the separate one.
+path that does not equal the separate one. `deferred` is left out, for it leaves f_b to the decode step; projection and
+step together are timed by `anabranch bench kda-decode --only chain`, a whole chain by `anabranch tune`.
 """
 
 import argparse
@@ -38,17 +39,19 @@ def keep(case: str, results: Iterable[Result], where: dict) -> None:
             append_row(file, where | row | {"case": {"layout": case} | row["case"]})
 
 
-def bench(case: str, linear: str | None, rows: list[int], gate: bool, where: dict) -> None:
+def bench(case: str, args: argparse.Namespace, where: dict) -> None:
     file, layout = CASES[case]
-    ops = {"linear": linear} if linear else {}
+    ops = {"linear": args.linear} if args.linear else {}
     path = ROOT / "tests/data/configs" / file
     subject = Subject.open(path, layout=layout, device="cuda", dtype="bfloat16", ops=ops)
     gated = subject.config.mla.output_gate
-    for kind in ("kda", "mla") if gated else ("kda",):
-        keep(case, bench_prologue(subject, kind, rows, graph=True), where)
-        torch.cuda.empty_cache()
-    if gate and gated:
-        keep(case, bench_mla_gate(subject, GATE_ROWS, CONTEXTS, graph=True), where)
+    for kind in args.kinds:
+        if kind == "kda" or gated:
+            keep(case, bench_prologue(subject, kind, args.rows, graph=True), where)
+            torch.cuda.empty_cache()
+    if args.gate and gated:
+        results = bench_mla_gate(subject, args.gate_rows, args.contexts, graph=True, tokens=args.tokens)
+        keep(case, results, where)
         torch.cuda.empty_cache()
 
 
@@ -57,12 +60,16 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--rows", nargs="*", type=int, default=list(ROWS))
     parser.add_argument("--linear", help="implementation of the matrix product; default: the one a model would take")
+    parser.add_argument("--kinds", nargs="*", default=["kda", "mla"], choices=["kda", "mla"])
     parser.add_argument("--gate", action="store_true", help="also whole MLA layers over contexts")
+    parser.add_argument("--gate-rows", nargs="*", type=int, default=list(GATE_ROWS))
+    parser.add_argument("--contexts", nargs="*", type=int, default=list(CONTEXTS))
+    parser.add_argument("--tokens", type=int, help="most latent rows of one case of --gate")
     args = parser.parse_args()
     where = provenance()
     with torch.inference_mode():
         for case in args.cases:
-            bench(case, args.linear, args.rows, args.gate, where)
+            bench(case, args, where)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ Fusion = Annotated[
     list[str] | None,
     typer.Option(
         "--fusion",
-        help="kda=auto|separate|split|whole|overlap|single, mla=auto|separate|merged|overlap|single, or table=FILE "
-        "(measured times for auto). Repeatable.",
+        help="kda=auto|separate|split|whole|overlap|fused|deferred|single, mla=auto|separate|merged|overlap|single, "
+        "or table=FILE (measured times for auto). Repeatable.",
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]

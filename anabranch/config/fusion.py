@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-KDA_PATHS = ("separate", "split", "whole", "overlap", "fused", "single")
+KDA_PATHS = ("separate", "split", "whole", "overlap", "fused", "deferred", "single")
 MLA_PATHS = ("separate", "merged", "overlap", "single")
 
 

@@ -12,7 +12,7 @@ from anabranch.fusion.fork import Branch, Fork
 from anabranch.fusion.kda_paths import kda_paths
 from anabranch.fusion.mla_paths import mla_paths
 from anabranch.fusion.plan import Choice
-from anabranch.fusion.prologue import KdaWeights, MlaWeights, Path, Prologue
+from anabranch.fusion.prologue import KdaInputs, KdaWeights, MlaInputs, MlaWeights, Path, Prologue
 from anabranch.fusion.rules import FP8
 from anabranch.ops.skinny_gemm.spec import ranks
 
@@ -47,7 +47,7 @@ class Gemm:
     """One launch: `batch` GEMMs of together `rows` weight rows, each over `depth` inputs; `parts` split the result.
 
     `side`: it runs on the side stream, beside main work (where the device has streams). `inside`: no launch of its
-    own, it runs in that of the GEMM before it.
+    own, it runs in that of the GEMM before it, or in the layer's decode step where it is deferred.
     """
 
     name: str
@@ -155,24 +155,29 @@ def _dry_run(path: Path, weights: KdaWeights | MlaWeights, buffers: tuple[Merged
     x = buffers[-1].buffer.new_empty(_TOKENS, buffers[0].buffer.shape[1], dtype=torch.bfloat16)
     ops = replace(weights.ops, linear=record, fp8_linear=record, batched_linear=record, gemm_low_rank=record_both)
     with counters.paused():
-        outputs = path.run(replace(weights, ops=ops, branch=branch), x)
-        readers = [(f.name, _arrived(getattr(outputs, f.name))) for f in fields(outputs)]
+        traced = replace(weights, ops=ops, branch=branch)
+        outputs = path.run(traced, x)
+        readers, own = _readers(outputs), len(calls)
+        if (finished := outputs.finished(traced)) is not outputs:  # the decode step does the rest
+            readers, inside = _readers(finished), [*range(own, len(calls))]
     launches = len(calls) - len(inside)
     assert launches == path.gemms, f"{path.name}: {launches} GEMMs, registered {path.gemms}"
     names = [_gemm_name(weight, source.shape[-1], buffers) for source, weight, _, _ in calls]
     copied = _copied(readers, [result for _, _, result, _ in calls])
-    readers += [(name, source) for name, (source, *_) in zip(names, calls, strict=True)]
+    seen = [*readers.items(), *((name, source) for name, (source, *_) in zip(names, calls, strict=True))]
     gemms = []
     for i, (name, (source, weight, result, side)) in enumerate(zip(names, calls, strict=True)):
         depth, batch = source.shape[-1], weight.shape[0] if weight.ndim == 3 else 1
         rows = weight.numel() // depth
-        parts = tuple(_parts(result, rows, readers)) or (Part(to=copied, columns=rows),)
+        parts = tuple(_parts(result, rows, seen)) or (Part(to=copied, columns=rows),)
         gemms.append(Gemm(name=name, rows=rows, depth=depth, batch=batch, parts=parts, side=side, inside=i in inside))
     return tuple(gemms)
 
 
-def _arrived(value: torch.Tensor | Fork[torch.Tensor] | None) -> torch.Tensor | None:
-    return value.take() if isinstance(value, Fork) else value
+def _readers(outputs: KdaInputs | MlaInputs) -> dict[str, torch.Tensor | None]:
+    """Every output by name; a gate that is under way is taken."""
+    values = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
+    return {name: value.take() if isinstance(value, Fork) else value for name, value in values.items()}
 
 
 def _home(weight: torch.Tensor, buffers: tuple[MergedWeight, ...]) -> list[MergedWeight]:
@@ -193,10 +198,10 @@ def _gemm_name(weight: torch.Tensor, depth: int, buffers: tuple[MergedWeight, ..
     return _NAMES.get(label, label)
 
 
-def _copied(outputs: list[tuple[str, torch.Tensor | None]], results: list[torch.Tensor]) -> str:
+def _copied(outputs: Mapping[str, torch.Tensor | None], results: list[torch.Tensor]) -> str:
     """The one output, if any, that is no view of a GEMM's result: nobody else reads what it was copied from."""
     known = [result.untyped_storage() for result in results]
-    return next((name for name, t in outputs if t is not None and t.untyped_storage() not in known), "pad")
+    return next((name for name, t in outputs.items() if t is not None and t.untyped_storage() not in known), "pad")
 
 
 def _parts(result: torch.Tensor, rows: int, readers: list[tuple[str, torch.Tensor | None]]) -> Iterator[Part]:

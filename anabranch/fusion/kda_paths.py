@@ -1,9 +1,9 @@
 """The projection paths of a KDA layer: each a named function over one merged buffer.
 
 `separate` keeps the checkpoint's GEMMs (q, k and v are one), `split` puts those of a width together, `whole` all that
-read x; `overlap` runs the narrow ones on a side stream (fork.py), `fused` everything in one launch, `single` merges
-nothing. Weight rows, full-rank gate: [q | k | v | g | f_a | b | pad]; low-rank gate: [q | k | v | f_a | g_a | b | pad].
-Rows in block-FP8 have a buffer of their own (docs/fusions.md).
+read x; `overlap` runs the narrow ones on a side stream (fork.py), `fused` everything in one launch, `deferred` leaves
+f_b to the decode step, `single` merges nothing. Weight rows, full-rank gate: [q | k | v | g | f_a | b | pad]; low-rank
+gate: [q | k | v | f_a | g_a | b | pad]. Rows in block-FP8 have a buffer of their own (docs/fusions.md).
 """
 
 from collections.abc import Mapping
@@ -43,10 +43,20 @@ def _full_fused(w: KdaWeights, x: torch.Tensor) -> KdaInputs:
     if x.shape[0] > PROLOGUE_TOKENS:
         return _full_whole(w, x)
     out, (forget,) = w.both(x, 1)
-    sizes = [w.merged.size("q_proj", "v_proj"), w.merged.size("g_proj"), w.merged.size("f_a_proj")]
-    sizes += [w.merged.size(name) for name in ("b_proj", "pad")]
-    qkv, gate, _, beta, _ = out.split(sizes, -1)
+    qkv, gate, _, beta = _full_columns(w, out)
     return KdaInputs(qkv, forget, beta, gate)
+
+
+def _full_deferred(w: KdaWeights, x: torch.Tensor) -> KdaInputs:
+    """The GEMM of `whole`; f_b, which the rules keep plain and without adapter, goes along with its input."""
+    qkv, gate, rank, beta = _full_columns(w, w.gemm(x, w.merged.factor("q_proj", "pad")))
+    return KdaInputs(qkv, rank, beta, gate, w.second.rows("f_b_proj"))
+
+
+def _full_columns(w: KdaWeights, out: torch.Tensor) -> list[torch.Tensor]:
+    """qkv, gate, f_a and beta from the columns of all rows that read x."""
+    sizes = [w.merged.size("q_proj", "v_proj"), *(w.merged.size(f"{n}_proj") for n in ("g", "f_a", "b"))]
+    return list(out.split([*sizes, w.merged.size("pad")], -1)[:-1])
 
 
 def _full_overlap(w: KdaWeights, x: torch.Tensor) -> KdaInputs:
@@ -139,6 +149,7 @@ KDA_FULL_RANK: Mapping[str, Path[KdaWeights, KdaInputs]] = {
     "whole": Path("whole", 2, _full_whole),
     "overlap": Path("overlap", 3, _full_overlap),
     "fused": Path("fused", 1, _full_fused),
+    "deferred": Path("deferred", 1, _full_deferred, complete=False),
     "single": Path("single", 7, _kda_single),
 }
 KDA_LOW_RANK: Mapping[str, Path[KdaWeights, KdaInputs]] = {
@@ -152,5 +163,5 @@ KDA_LOW_RANK: Mapping[str, Path[KdaWeights, KdaInputs]] = {
 
 
 def kda_paths(full_rank_gate: bool) -> Mapping[str, Path[KdaWeights, KdaInputs]]:
-    """The KDA paths of a layout, by name."""
+    """The KDA paths of a layout, by name. Behind a low-rank gate g_b needs a launch anyway: nothing is deferred."""
     return KDA_FULL_RANK if full_rank_gate else KDA_LOW_RANK

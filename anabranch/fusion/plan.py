@@ -10,7 +10,7 @@ from anabranch.config.fusion import FusionConfig
 from anabranch.config.model import LayerKind, ModelConfig
 from anabranch.config.parallel import ParallelConfig
 from anabranch.fusion.costs import Costs, CostTable, device_name, join_tables, read_table, shape_key, shipped_tables
-from anabranch.fusion.rules import Layer, Verdict, dequantized, resolve, verdicts_of_kind
+from anabranch.fusion.rules import Layer, Step, Verdict, dequantized, resolve, verdicts_of_kind
 
 # without measured times, fewest launches first: with one stream they win or tie almost everywhere (docs/fusions.md)
 PREFERENCE = {"kda": ("whole", "split", "separate", "single"), "mla": ("merged", "separate", "single")}
@@ -66,6 +66,7 @@ def make_plan(
     device: torch.device | str | None = None,
     deterministic: bool = False,
     adapted: Collection[str] = (),
+    step: str | None = None,
 ) -> FusionPlan:
     """Resolve `fusion` for this model.
 
@@ -74,6 +75,7 @@ def make_plan(
         device: where the model will live; "meta" plans for the machine at hand, or for that of the table asked for.
         deterministic: whether batch-invariant operations, which have times of their own, will run.
         adapted: official names of the modules that carry a LoRA adapter.
+        step: the implementation of `kda_step` that will run; "meta" asks about another machine's, which nobody knows.
 
     Raises:
         ValueError: an explicitly named path is refused by the rules, or a cost table that was asked for cannot be read
@@ -81,6 +83,7 @@ def make_plan(
     """
     on = torch.device(device or "cpu")
     name, table = _table(fusion, on)
+    decode = Step(name=None if on.type == "meta" else step, deterministic=deterministic)
     choices, covered = {}, False
     layers = resolve(config, parallel or ParallelConfig(), dtype, adapted)
     for kind in ("kda", "mla"):
@@ -91,7 +94,8 @@ def make_plan(
             times = table.select(kind, shape, deterministic)
         covered |= bool(times)
         known = f"no measured times for {name} and this shape" if parallel is not None else ""
-        choice = choose(kind, getattr(fusion, kind), verdicts_of_kind(config, kind, layers), times, name, known)
+        verdicts = verdicts_of_kind(config, kind, layers, decode)
+        choice = choose(kind, getattr(fusion, kind), verdicts, times, name, known)
         choices[kind] = replace(choice, reason="; ".join(filter(None, (choice.reason, dequantized(of_kind)))))
     if fusion.table and parallel is not None and not covered and "auto" in (fusion.kda, fusion.mla):
         mode = "deterministic" if deterministic else "normal"
@@ -120,7 +124,8 @@ def explain(config: ModelConfig, fusion: FusionConfig, dtype: str, parallel: Par
         for deterministic in (False, True):
             for kind in kinds:
                 times = table.select(kind, shape_key(config, kind, parallel.attn_tp_size, dtype), deterministic)
-                choice = choose(kind, "auto", verdicts_of_kind(config, kind, layers), times, device)
+                verdicts = verdicts_of_kind(config, kind, layers, Step(deterministic=deterministic))
+                choice = choose(kind, "auto", verdicts, times, device)
                 if choice.costs and _plain(layers):
                     yield Measured(device=device, deterministic=deterministic, source=table.source, choice=choice)
 

@@ -1,11 +1,12 @@
 """A layer's projections as one object: weights in, tensors out, by whichever path the plan chose.
 
 The paths are in `kda_paths.py` and `mla_paths.py`, each a named function over one merged buffer. All paths of a kind
-return the same tensors. Slices of a wider GEMM are strided views (unit inner stride): consumers take a row stride.
+return the same tensors once they are `finished`: one path leaves a product to its reader. Slices of a wider GEMM are
+strided views (unit inner stride): consumers take a row stride.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -80,17 +81,34 @@ class MlaWeights:
 
 @dataclass(frozen=True, slots=True)
 class KdaInputs:
-    """What a KDA layer computes on: qkv [T, 3P], forget [T, P], beta [T, H] logits, gate [T, P] logits."""
+    """What a KDA layer computes on: qkv [T, 3P], forget [T, P], beta [T, H] logits, gate [T, P] logits.
+
+    With `f_b` [P, rank] the decay is deferred: `forget` is f_a's output [T, rank], which its reader multiplies by f_b.
+    """
 
     qkv: torch.Tensor
     forget: torch.Tensor
     beta: torch.Tensor
     gate: torch.Tensor
+    f_b: torch.Tensor | None = None
 
     def rows(self, first: int, last: int | None = None) -> "KdaInputs":
         """The tokens first .. last, as views."""
         part = slice(first, last)
-        return KdaInputs(self.qkv[part], self.forget[part], self.beta[part], self.gate[part])
+        return KdaInputs(self.qkv[part], self.forget[part], self.beta[part], self.gate[part], self.f_b)
+
+    def finished(self, weights: KdaWeights) -> "KdaInputs":
+        """The same with nothing left to do, by the product that `whole` makes: for readers that take no f_b."""
+        if self.f_b is None:
+            return self
+        counters.add("kda.f_b_late")
+        return replace(self, forget=weights.gemm(self.forget, weights.second.factor("f_b_proj")), f_b=None)
+
+    def decay(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`forget` and `f_b` for the decode step, which does what is left to do."""
+        if self.f_b is not None:
+            counters.add("kda.f_b_in_step")
+        return self.forget, self.f_b
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +128,22 @@ class MlaInputs:
         if self.gate is not None:
             self.gate.close()
 
+    def finished(self, weights: MlaWeights) -> "MlaInputs":
+        """Itself: every MLA path does all its products."""
+        return self
+
 
 @dataclass(frozen=True, slots=True)
 class Path(Generic[Weights, Result]):
-    """One way to run a prologue; `gemms` is the number of GEMM launches it makes."""
+    """One way to run a prologue; `gemms` is the number of GEMM launches it makes.
+
+    `complete` False: it leaves a product to its reader, so its time alone compares with no other path's.
+    """
 
     name: str
     gemms: int
     run: Callable[[Weights, torch.Tensor], Result]
+    complete: bool = True
 
 
 class Prologue(Generic[Weights, Result]):

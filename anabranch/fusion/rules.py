@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from anabranch.config.model import LayerKind, ModelConfig
 from anabranch.config.parallel import ParallelConfig
 from anabranch.config.verdict import Verdict
+from anabranch.ops.kda_step.spec import F_B_INSIDE
 
 FP8 = "block-FP8"
 FP8_BLOCK = 128  # rows, and columns, under one scale
@@ -17,6 +18,7 @@ KDA_FULL_RANK_GROUPS = {
     "whole": ((*_QKV, "g_proj", "f_a_proj", "b_proj"),),
     "overlap": ((*_QKV, "g_proj"), ("f_a_proj", "b_proj")),
     "fused": ((*_QKV, "g_proj", "f_a_proj", "b_proj"), ("f_b_proj",)),
+    "deferred": ((*_QKV, "g_proj", "f_a_proj", "b_proj"),),
     "single": (),
 }
 KDA_LOW_RANK_GROUPS = {
@@ -25,6 +27,7 @@ KDA_LOW_RANK_GROUPS = {
     "whole": ((*_QKV, "f_a_proj", "g_a_proj", "b_proj"), ("f_b_proj", "g_b_proj")),
     "overlap": (_QKV, ("f_a_proj", "g_a_proj", "b_proj"), ("f_b_proj", "g_b_proj")),
     "fused": ((*_QKV, "f_a_proj", "g_a_proj", "b_proj"), ("f_b_proj", "g_b_proj")),
+    "deferred": (),  # always refused
     "single": (),
 }
 # beside the gate's two GEMMs these are a few rows, or they are multiplied in a form that needs them plain
@@ -90,17 +93,58 @@ def path_groups(config: ModelConfig, kind: LayerKind) -> Mapping[str, Sequence[S
     return {"separate": (qkv_a,), "merged": (("g_proj", *qkv_a),), "overlap": (qkv_a,), "single": ()}
 
 
-def verdicts(config: ModelConfig, kind: LayerKind, members: Layer) -> dict[str, Verdict]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """What decodes a KDA layer: the implementation of `kda_step`, None where nobody knows yet, and the mode."""
+
+    name: str | None = None
+    deterministic: bool = False
+
+    @property
+    def takes_f_b(self) -> Verdict:
+        """Whether the decay's second product can be left to it."""
+        if self.deterministic:
+            return Verdict(False, "deterministic mode decodes by the operations of prompts, which take no f_b")
+        needed = f"kda_step={' or '.join(F_B_INSIDE)}"
+        if self.name not in (None, *F_B_INSIDE):
+            return Verdict(False, f"f_b inside the decode step needs {needed}, here it is {self.name}")
+        return Verdict(True, f"f_b inside the decode step ({needed})")
+
+
+ANY_STEP = Step()
+
+
+def deferral_verdict(config: ModelConfig, members: Layer, step: Step) -> Verdict:
+    """Whether f_b may leave the prologue for the decode step."""
+    if not config.kda.full_rank_gate:
+        return Verdict(False, "behind a low-rank gate g_b needs a launch of its own, and f_b rides in it")
+    f_b = members["f_b_proj"]
+    if f_b.adapter:
+        return Verdict(False, "f_b_proj carries a LoRA adapter, which the decode step would bypass")
+    if f_b.quantization:
+        return Verdict(False, f"f_b_proj is {f_b.quantization}: the decode step takes it plain")
+    return step.takes_f_b
+
+
+def verdicts(config: ModelConfig, kind: LayerKind, members: Layer, step: Step = ANY_STEP) -> dict[str, Verdict]:
     """One verdict for each path of a layer kind. The layout never refuses: shards are merged as they are."""
     refused = {}
     if kind == "mla" and not config.mla.output_gate:
         refused["merged"] = Verdict(False, "this model has no MLA output gate to merge")
         refused["overlap"] = Verdict(False, "this model has no MLA output gate to overlap")
+    deferral = deferral_verdict(config, members, step) if kind == "kda" else None
+    if deferral is not None and not deferral.ok:
+        refused["deferred"] = deferral
     groups = path_groups(config, kind).items()
-    return {path: refused.get(path) or merge_verdict(parts, members) for path, parts in groups}
+    found = {path: refused.get(path) or merge_verdict(parts, members) for path, parts in groups}
+    if deferral is not None and found["deferred"].ok:
+        found["deferred"] = Verdict(True, f"{found['deferred'].reason}; {deferral.reason}")
+    return found
 
 
-def verdicts_of_kind(config: ModelConfig, kind: LayerKind, layers: Sequence[Layer]) -> dict[str, Verdict]:
+def verdicts_of_kind(
+    config: ModelConfig, kind: LayerKind, layers: Sequence[Layer], step: Step = ANY_STEP
+) -> dict[str, Verdict]:
     """One verdict for each path over all layers of a kind: a path must be allowed in every one of them."""
     of_kind = [layer for layer, is_kind in zip(layers, config.layer_kinds, strict=True) if is_kind == kind]
     numbers = [i for i, is_kind in enumerate(config.layer_kinds) if is_kind == kind]
@@ -110,11 +154,11 @@ def verdicts_of_kind(config: ModelConfig, kind: LayerKind, layers: Sequence[Laye
         if layer in seen:
             continue
         seen.append(layer)
-        for path, verdict in verdicts(config, kind, layer).items():
+        for path, verdict in verdicts(config, kind, layer, step).items():
             if path not in found or (found[path].ok and not verdict.ok):
                 where = "" if all(other == layer for other in of_kind) or verdict.ok else f"layer {number}: "
                 found[path] = Verdict(verdict.ok, where + verdict.reason)
-    return found or verdicts(config, kind, plain_projections(config, kind, config.dtype))
+    return found or verdicts(config, kind, plain_projections(config, kind, config.dtype), step)
 
 
 def plain_projections(config: ModelConfig, kind: LayerKind, dtype: str) -> dict[str, Projection]:

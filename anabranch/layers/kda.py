@@ -47,7 +47,8 @@ class KdaLayer(MergedOwner):
         """x [T, hidden] -> [T, hidden], complete over the attention-TP group."""
         inputs, n = self.prologue(x, batch.moment), batch.decodes
         if self.ops.kda_step is None or n == 0:
-            y = self._chain(inputs, batch.segments, batch.prefill, batch.slots, cache)
+            # without decodes all segments are prompts, a last one of padding included
+            y = self._chain(inputs, batch.segments, batch.prefill if n else batch.segments, batch.slots, cache)
         else:
             y = self._step(inputs.rows(0, n), batch.slots[:n], cache)
             if batch.prefill:
@@ -58,19 +59,21 @@ class KdaLayer(MergedOwner):
     def _step(self, inputs: KdaInputs, slots: torch.Tensor, cache: KdaState) -> torch.Tensor:
         """One token of each slot in one operation: [B, P]."""
         assert self.ops.kda_step is not None
+        forget, f_b = inputs.decay()
         return self.ops.kda_step(
-            *(inputs.qkv, cache.conv, self.conv.buffer.squeeze(1), inputs.forget, inputs.beta, inputs.gate),
+            *(inputs.qkv, cache.conv, self.conv.buffer.squeeze(1), forget, inputs.beta, inputs.gate),
             *(self.dt_bias, self.A_log, self.config.gate_lower_bound, self.o_norm.weight, self.eps),
             *(slots, cache.state),
             # the norm that made x was launched plainly, hence behind whatever wrote slots, pools and weights
             early=True,
+            f_b=f_b,
         )
 
     def _chain(
         self, inputs: KdaInputs, segments: Segments, prompts: Segments, slots: torch.Tensor, cache: KdaState
     ) -> torch.Tensor:
         """Conv, norms, gate, delta rule and gated norm: [T, P]. What precedes `prompts` takes the token form."""
-        n = len(segments) - len(prompts)
+        n, inputs = len(segments) - len(prompts), inputs.finished(self.prologue.weights)
         ops, heads = self.ops, (self.heads, self.config.head_dim)
         if ops.kda_prompt is not None and not n:
             return self._prompts(inputs, prompts, slots, cache)

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from anabranch.fusion.fork import Fork
 from anabranch.fusion.prologue import EQUALITY, Path
-from anabranch.layers.batch import Batch
+from anabranch.layers.batch import Batch, KdaState
 from anabranch.layers.kda import KdaLayer
 from anabranch.layers.mla import MlaLayer
 from anabranch.measure.subject import Decodes, Subject, force
@@ -41,12 +41,33 @@ def check_prologue(subject: Subject, layer: KdaLayer | MlaLayer, paths: Mapping[
         _check(
             subject,
             f"{layer.prologue.kind} {name} at M={rows}",
-            lambda x, path=path: take_all(path.run(weights, x)),
+            lambda x, path=path: take_all(path.run(weights, x).finished(weights)),
             lambda x: take_all(paths["separate"].run(weights, x)),
             rows,
             EQUALITY,
         )
     return EQUALITY.kind
+
+
+def check_kda(subject: Subject, layer: KdaLayer, paths: Mapping[str, Path], decodes: Decodes, batch: Batch) -> str:
+    """The same over the whole layer, decode step and output projection included: a decay may end in the step.
+
+    Raises:
+        GateRedError: as above.
+    """
+    cache = cast(KdaState, decodes.cache.layers[0])
+
+    def block(name: str, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        force([layer.prologue], paths[name])
+        cache.state.fill_(0.01)  # every run starts from one state that a decay changes
+        cache.conv.zero_()
+        # the copy is a plain launch between what the pools were given and the step's early reads of it
+        return {"output": layer(x.clone(), batch, cache)}
+
+    for name in paths:
+        one, other = lambda x, name=name: block(name, x), lambda x: block("separate", x)
+        _check(subject, f"kda layer, {name} at M={batch.decodes}", one, other, batch.decodes, BLOCK_EQUALITY)
+    return BLOCK_EQUALITY.kind
 
 
 def check_mla(subject: Subject, layer: MlaLayer, paths: Mapping[str, Path], decodes: Decodes, batch: Batch) -> str:

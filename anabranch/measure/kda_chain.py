@@ -2,7 +2,7 @@
 
 Weights and states are cold: sets of both take turns. Layers follow each other without norm and output projection, so
 the figure is the sum of the two parts where the step's early reads hide behind the projection. The arms differ in where
-f_b runs: in the projection's launch, in one of its own, or inside the step.
+f_b runs: in the projection's launch (path `fused`), in one of its own (`whole`), or inside the step (`deferred`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

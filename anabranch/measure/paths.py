@@ -54,10 +54,14 @@ def bench_prologue(
 ) -> Iterator[Result]:
     """Every path of a layer kind's projections, weights cold. An MLA gate joins at once: no attention is there.
 
+    A path that leaves a product to the decode step is left out: `bench kda-decode --only chain` and `tune` time it with
+    its step.
+
     Raises:
         GateRedError: before anything is timed.
     """
-    paths, layers = subject.paths(kind), cold(lambda: subject.layer(kind))
+    paths = {name: path for name, path in subject.paths(kind).items() if path.complete}
+    layers = cold(lambda: subject.layer(kind))
     first: Any = layers[0]
     equality = {m: check_prologue(subject, first, paths, m) for m in rows}
     calls = _calls(len(layers)) if graph else len(layers)
@@ -93,9 +97,13 @@ def bench_mla_gate(
     contexts: Sequence[int],
     *,
     graph: bool,
+    tokens: int | None = None,
     trace_file: File | None = None,
 ) -> Iterator[Result]:
     """Every path of the whole MLA layer in decode, for each M x context: the gate may run beside the attention.
+
+    Args:
+        tokens: most latent rows of one case; cases above are left out.
 
     Raises:
         GateRedError: before anything is timed.
@@ -104,8 +112,9 @@ def bench_mla_gate(
     if not subject.config.mla.output_gate:
         raise ValueError(f"{subject.config.architecture} has no MLA output gate")
     paths, layers = subject.paths("mla"), cold(lambda: cast(MlaLayer, subject.layer("mla")))
-    decodes = Decodes(subject, max(rows), max(rows) * max(contexts))
-    cases = [(m, c, decodes.batch(m, c, graph)) for m in rows for c in contexts]
+    sizes = [(m, c) for m in rows for c in contexts if tokens is None or m * c <= tokens]
+    decodes = Decodes(subject, max(rows), max(m * c for m, c in sizes))
+    cases = [(m, c, decodes.batch(m, c, graph)) for m, c in sizes]
     forced, first = prologues(layers, "mla"), layers[0]
     equality = [check_mla(subject, first, paths, decodes, batch) for _, _, batch in cases]
     calls = _calls(len(layers)) if graph else len(layers)

@@ -67,7 +67,14 @@ class Subject:
         build = Build(
             config=config,
             parallel=layout.rank(0),
-            plan=make_plan(config, FusionConfig(), name, parallel=layout.rank(0)),
+            plan=make_plan(
+                config,
+                FusionConfig(),
+                name,
+                parallel=layout.rank(0),
+                deterministic=deterministic,
+                step=selection.chosen["kda_step"][0],
+            ),
             ops=selection.ops,
             comm=SingleRank(),
             dtype=dtype,
@@ -113,10 +120,10 @@ class Subject:
         return chain
 
     def paths(self, kind: LayerKind) -> dict[str, Path]:
-        """The paths of a layer kind that are worth measuring, by name."""
-        config = self.config
+        """The paths of a layer kind that are allowed here and worth measuring, by name."""
+        config, verdicts = self.config, getattr(self.build.plan, kind).verdicts
         known = kda_paths(config.kda.full_rank_gate) if kind == "kda" else mla_paths(config.mla.output_gate)
-        return {name: path for name, path in known.items() if name not in UNMEASURED}
+        return {name: path for name, path in known.items() if name not in UNMEASURED and verdicts[name].ok}
 
     def default(self, kind: LayerKind) -> str:
         """The path that is taken where nothing was measured."""

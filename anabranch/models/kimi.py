@@ -151,6 +151,9 @@ class KimiForCausalLM(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.parallel, self.dtype = config, parallel or ParallelConfig(), dtype
+        self.selection = select(
+            config, torch.device(device or "cpu"), dtype=dtype, deterministic=deterministic, wishes=ops
+        )
         self.plan = make_plan(
             config,
             fusion or FusionConfig(),
@@ -159,9 +162,7 @@ class KimiForCausalLM(nn.Module):
             device=device,
             deterministic=deterministic,
             adapted=adapted,
-        )
-        self.selection = select(
-            config, torch.device(device or "cpu"), dtype=dtype, deterministic=deterministic, wishes=ops
+            step=self.selection.chosen["kda_step"][0],
         )
         self.ops, self.deterministic = self.selection.ops, deterministic
         build = Build(

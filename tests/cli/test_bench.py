@@ -16,9 +16,14 @@ from anabranch.fusion.costs import read_table
 from anabranch.fusion.fork import Fork
 from anabranch.fusion.kda_paths import KDA_FULL_RANK
 from anabranch.fusion.mla_paths import MLA_GATED
+from anabranch.measure import tune as tune_module
+from anabranch.measure.timing import Timed
+from anabranch.ops.kda_step import reference
 
-# `single` merges nothing and is there for adapters
-ARMS = {kind: [name for name in known if name != "single"] for kind, known in (("kda", KDA_PATHS), ("mla", MLA_PATHS))}
+# `single` merges nothing and is there for adapters; `deferred` needs a decode step that a CPU has only by name
+LEFT_OUT = ("single", "deferred")
+ARMS = {kind: [n for n in known if n not in LEFT_OUT] for kind, known in (("kda", KDA_PATHS), ("mla", MLA_PATHS))}
+STEP = ("--op", "kda_step=reference")
 
 
 @pytest.fixture
@@ -111,14 +116,15 @@ def test_a_red_gate_of_the_whole_layer(k3, monkeypatch):
     assert (result.stdout, "mla overlap at M=2, context 9, output" in result.stderr) == ("", True)
 
 
-TUNE = ("--tp", 2, "--rows", "1,3", "--contexts", "5,70", "--samples", 1)
+ALL = ("--noise", 1e9)  # a CPU's A/A spread means nothing
+TUNE = ("--tp", 2, "--rows", "1,3", "--contexts", "5,70", "--samples", 1, *ALL)
 
 
 def test_tune_writes_a_table_that_plan_and_a_model_choose_by(k3, tmp_path):
     table = tmp_path / "table.json"
     result = run("tune", k3, "--out", table, *TUNE)
     assert result.stdout.startswith(f"{table}: 6 cells")
-    assert [line.split()[:3] for line in result.stderr.splitlines()] == [
+    assert [line.split()[2:5] for line in result.stderr.splitlines()] == [
         ["[1/6]", "kda", "eager"], ["[2/6]", "kda", "eager"], *([f"[{n}/6]", "mla", "eager"] for n in (3, 4, 5, 6)),
     ]  # fmt: skip
     found = read_table(table)
@@ -142,7 +148,7 @@ def test_tune_goes_on_where_it_stopped_and_adds_other_shapes(k3, tmp_path):
     stopped = run("tune", k3, "--out", table, *TUNE, "--seconds", 0)
     assert stopped.stdout.startswith(f"{table}: no cells after 0 s; run the same command again")
     assert not table.exists()
-    run("tune", k3, "--out", table, "--tp", 2, "--rows", 1, "--contexts", 5, "--samples", 1)
+    run("tune", k3, "--out", table, "--tp", 2, "--rows", 1, "--contexts", 5, "--samples", 1, *ALL)
     first = read_table(table)
     resumed = run("tune", k3, "--out", table, *TUNE)
     assert resumed.stderr.count("(was there)") == 2
@@ -150,13 +156,70 @@ def test_tune_goes_on_where_it_stopped_and_adds_other_shapes(k3, tmp_path):
     assert len(second.cells) == 6
     assert {c: second.cells[c] for c in first.cells} == first.cells
     assert len(second.runs) == 2
-    run("tune", k3, "--out", table, "--rows", 1, "--contexts", 5, "--samples", 1)
+    run("tune", k3, "--out", table, "--rows", 1, "--contexts", 5, "--samples", 1, *ALL)
     assert len(read_table(table).cells) == 8
+
+
+ONE_CELL = ("--rows", 1, "--contexts", 5, "--samples", 1, "--kinds", "kda")
+
+
+def test_tune_measures_layouts_in_the_order_given_into_one_table(k3, tmp_path):
+    table = tmp_path / "table.json"
+    result = run("tune", k3, "--out", table, "--tp", "2,1", *ONE_CELL, *ALL)
+    assert [line.split()[:3] for line in result.stderr.splitlines()] == [["tp", n, "[1/1]"] for n in "21"]
+    assert result.stdout.startswith(f"{table}: 2 cells; use it with")
+    assert [cell.kind for cell in read_table(table).cells] == ["kda"] * 2
+    assert len({cell.shape for cell in read_table(table).cells}) == 2
+
+
+def test_a_cell_without_a_path_that_is_allowed_now_is_measured_again(k3, tmp_path):
+    table = tmp_path / "table.json"
+    run("tune", k3, "--out", table, *ONE_CELL, *ALL)
+    [before] = read_table(table).cells.values()
+    assert "deferred" not in before.us
+    with counters.counting() as ran:
+        assert "(was there)" not in run("tune", k3, "--out", table, *ONE_CELL, *ALL, *STEP).stderr
+    assert ran["kda.deferred"] > 0
+    assert ran["kda.f_b_in_step"] == ran["kda.deferred"]
+    [after] = read_table(table).cells.values()
+    assert set(after.us) == {*before.us, "deferred"}
+    assert len(read_table(table).runs) == 2
+    assert "(was there)" in run("tune", k3, "--out", table, *ONE_CELL, *ALL, *STEP).stderr
+    assert "(was there)" in run("tune", k3, "--out", table, *ONE_CELL, *ALL).stderr  # more than is allowed is no fault
+
+
+def test_a_cell_whose_spread_says_nothing_is_not_written(k3, tmp_path, monkeypatch):
+    table = tmp_path / "table.json"
+    times = Timed(us={name: [100.0] for name in ARMS["kda"]}, spread_us=7.0)
+    monkeypatch.setattr(tune_module, "interleave", lambda arms, samples: times)
+    result = run("tune", k3, "--out", table, *ONE_CELL)
+    assert "A/A 7.0 us (noise, dropped)" in result.stderr
+    assert result.stdout.startswith(f"{table}: 0 cells, 1 dropped as noise")
+    assert not table.exists()
+    assert "1 cells; use it" in run("tune", k3, "--out", table, *ONE_CELL, "--noise", 7).stdout
+    assert len(read_table(table).cells) == 1
+
+
+def test_a_step_that_does_not_do_what_was_left_to_it_is_a_red_gate(k3, monkeypatch, tmp_path):
+    right = reference.kda_step
+    monkeypatch.setattr(reference, "kda_step", lambda *a, f_b, **k: right(*a, f_b=None if f_b is None else -f_b, **k))
+    result = run("tune", k3, "--out", tmp_path / "t.json", *ONE_CELL, *STEP, status=1)
+    assert "gate red, nothing is timed: kda layer, deferred at M=1, output" in result.stderr
+
+
+def test_a_prologue_alone_does_not_time_what_is_left_to_the_step(k3):
+    out = run("bench", "prologue", k3, "--rows", 1, *STEP).stdout
+    assert {row["arm"] for row in json.loads(out.splitlines()[-1])["rows"]} == set(ARMS["kda"])
+
+
+def test_a_model_without_a_gate_has_no_mla_path_to_tune(linear, tmp_path):
+    message = "error: kimi_linear has no MLA output gate: there is no MLA path to choose\n"
+    assert run("tune", linear, "--kinds", "mla", "--out", tmp_path / "t.json", status=2).stderr == message
 
 
 def test_tune_refuses_a_table_of_another_device(k3, tmp_path):
     table = tmp_path / "table.json"
-    run("tune", k3, "--out", table, "--rows", 1, "--contexts", 5, "--samples", 1)
+    run("tune", k3, "--out", table, "--rows", 1, "--contexts", 5, "--samples", 1, *ALL)
     document = json.loads(table.read_text())
     table.write_text(json.dumps(document | {"device": "NVIDIA H200"}))
     result = run("tune", k3, "--out", table, *TUNE, status=2)
@@ -172,6 +235,8 @@ def test_tune_refuses_a_table_of_another_device(k3, tmp_path):
         (("bench", "mla-gate", "--contexts", "a"), "contexts='a': need positive numbers with commas between them"),
         (("bench", "prologue", "--tp", "3"), "KDA heads (num_heads)=4 is not divisible by attention-TP"),
         (("bench", "prologue", "--op", "linear=no"), "op linear=no: accepted are "),
+        (("tune", "--kinds", "kda,ffn", "--out", "t"), "kinds='kda,ffn': accepted are kda, mla, with commas between"),
+        (("tune", "--tp", "1,x", "--out", "t"), "tp='1,x': need positive numbers with commas between them"),
         (("tune", "--mode", "fast", "--out", "t"), "mode='fast': accepted are both, graph, eager"),
         (("tune", "--mode", "graph", "--out", "t"), "mode='graph': cpu has no graphs; accepted is eager"),
     ],

@@ -209,6 +209,12 @@ def test_an_asked_path_is_taken_or_refused():
     assert re.search(r"^\* split", out, re.MULTILINE)
     assert "chosen: split (asked for)" in out
     assert "chosen: separate (asked for)" in out
+    left = text(K3_FILE, "--tp", 8, "--fusion", "kda=deferred")
+    assert re.search(r"^\* deferred +ok, 5 -> 1 GEMM +whole 6288, f_b 1536 inside", left, re.MULTILINE)
+    assert refusal(KL_FILE, "--fusion", "kda=deferred") == (
+        "error: fusion kda=deferred cannot be honoured: behind a low-rank gate g_b needs a launch of its own, and f_b "
+        "rides in it\n"
+    )
     assert refusal(KL_FILE, "--fusion", "mla=merged") == (
         "error: fusion mla=merged cannot be honoured: this model has no MLA output gate to merge\n"
     )

@@ -38,5 +38,5 @@ def test_an_unknown_path_lists_the_accepted_ones(item):
 
 
 def test_the_names_are_those_of_the_registry_and_the_plan():
-    assert set(KDA_PATHS) == set(KDA_FULL_RANK) == set(KDA_LOW_RANK) > set(PREFERENCE["kda"])
+    assert set(KDA_PATHS) == set(KDA_FULL_RANK) == {*KDA_LOW_RANK, "deferred"} > set(PREFERENCE["kda"])
     assert set(MLA_PATHS) == set(MLA_GATED) > set(PREFERENCE["mla"])

@@ -19,6 +19,7 @@ from anabranch.models.kimi import KimiForCausalLM
 from anabranch.parallel.layout import Layout
 
 TP2 = Layout(tp=2)
+STEP = {"kda_step": "reference"}  # takes f_b; the default of a CPU does not, and of "meta" nobody knows
 
 
 def arrived(value):
@@ -35,7 +36,7 @@ def prologues(model):
 @pytest.mark.parametrize("make", [small_linear, small_k3])
 def test_a_report_is_what_a_real_run_does(make):
     config = parse_model_config(make())
-    model = KimiForCausalLM(config, parallel=TP2.rank(0), dtype=torch.float32)
+    model = KimiForCausalLM(config, parallel=TP2.rank(0), dtype=torch.float32, ops=STEP)
     for parameter in model.parameters():
         parameter.zero_()
     known = {"kda": kda_paths(config.kda.full_rank_gate), "mla": mla_paths(config.mla.output_gate)}
@@ -47,6 +48,8 @@ def test_a_report_is_what_a_real_run_does(make):
             with counters.counting() as counts:
                 outputs = known[prologue.kind][path.path].run(prologue.weights, torch.ones(5, config.hidden_size))
                 values = {f.name: arrived(getattr(outputs, f.name)) for f in fields(outputs)}
+            if values.pop("f_b", None) is not None:
+                values["forget"] = outputs.finished(prologue.weights).forget
             assert counts[f"{prologue.kind}.gemm"] == sum(not gemm.inside for gemm in path.gemms)
             widths = Counter()  # `single` copies q, k and v together
             for part in (p for gemm in path.gemms for p in gemm.parts):
@@ -58,7 +61,7 @@ def test_a_report_is_what_a_real_run_does(make):
 @pytest.mark.parametrize("make", [small_linear, small_k3])
 def test_reports_are_alike_on_any_device_and_read_no_weight(make):
     config = parse_model_config(make())
-    real = KimiForCausalLM(config, parallel=TP2.rank(0), dtype=torch.bfloat16, device="cpu")
+    real = KimiForCausalLM(config, parallel=TP2.rank(0), dtype=torch.bfloat16, device="cpu", ops=STEP)
     meta = meta_model(config, TP2, 0, torch.bfloat16, FusionConfig())
     for (on_cpu, choice), (on_meta, _) in zip(prologues(real), prologues(meta), strict=True):
         assert describe(on_cpu, choice, config) == describe(on_meta, choice, config)
@@ -86,10 +89,19 @@ def test_side_work_is_told_apart_and_reaches_no_stream():
         assert not any(g.side for name, gemms in paths.items() if name != "overlap" for g in gemms)
 
 
+def test_what_is_left_to_the_decode_step_is_no_launch():
+    config = parse_model_config(small_k3())
+    [(prologue, choice), _] = prologues(meta_model(config, TP2, 0, torch.bfloat16, FusionConfig()))
+    whole, f_b = next(p for p in describe(prologue, choice, config).paths if p.path == "deferred").gemms
+    assert [(p.to, p.columns) for p in whole.parts][:3] == [("qkv", 48), ("gate", 16), ("f_b", 8)]
+    assert (whole.inside, f_b.inside, f_b.name, f_b.rows, f_b.depth) == (False, True, "f_b", 16, 8)
+    assert [(p.to, p.columns) for p in f_b.parts] == [("forget", 16)]
+
+
 def test_a_dry_run_is_held_against_the_registered_count(monkeypatch):
     config = parse_model_config(small_k3())
     [(prologue, choice), _] = prologues(meta_model(config, TP2, 0, torch.bfloat16, FusionConfig()))
-    assert [len(p.gemms) for p in describe(prologue, choice, config).paths] == [5, 3, 2, 3, 2, 7]
+    assert [len(p.gemms) for p in describe(prologue, choice, config).paths] == [5, 3, 2, 3, 2, 2, 7]
     monkeypatch.setitem(KDA_FULL_RANK, "whole", replace(KDA_FULL_RANK["whole"], gemms=3))
     with pytest.raises(AssertionError, match="whole: 2 GEMMs, registered 3"):
         describe(prologue, choice, config)

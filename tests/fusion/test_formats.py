@@ -86,6 +86,10 @@ def test_no_combination_of_formats_merges_codes_with_anything_else(config, layer
             uniform = all(set(group) <= coded or not set(group) & coded for group in groups)
             if path == "single":
                 assert verdict.ok
+            elif path == "deferred" and not config.kda.full_rank_gate:
+                assert "g_b needs a launch of its own" in verdict.reason
+            elif path == "deferred" and "f_b_proj" in coded:
+                assert verdict.reason == "f_b_proj is block-FP8: the decode step takes it plain"
             elif not (kind == "mla" and not config.mla.output_gate and path in ("merged", "overlap")):
                 assert verdict.ok == uniform, (path, coded)
                 assert verdict.ok or "merging would lose its scales" in verdict.reason

@@ -99,6 +99,12 @@ def test_kda_paths_equal_separate_gemms(tiny, attn_tp, dtype):
                 got = path.run(local.prologue.weights, x[:rows])
             launches = 2 if name == "fused" and rows > PROLOGUE_TOKENS else path.gemms
             assert ran == {"kda.gemm": launches} | forked(name)
+            # check 5 of the edge cases: f_a's width if and only if the decay is deferred
+            assert path.complete == (got.f_b is None) == (name != "deferred")
+            assert got.forget.shape == (rows, config.kda.head_dim if name == "deferred" else local.width)
+            with counters.counting() as ran:
+                got = got.finished(local.prologue.weights)
+            assert ran == ({} if path.complete else {"kda.gemm": 1, "kda.f_b_late": 1})
             q, k, v = got.qkv.chunk(3, -1)
             for key, value in {
                 "q": q,
@@ -161,7 +167,7 @@ def test_pad_columns_are_never_read():
         kda.in_proj.rows("pad").fill_(float("nan"))
         for path in kda_paths(tiny.full_rank_gate).values():
             out = path.run(kda.prologue.weights, torch.randn(3, 64))
-            for t in (out.qkv, out.forget, out.beta, out.gate):
+            for t in (out.qkv, out.finished(kda.prologue.weights).forget, out.beta, out.gate):
                 assert t.isfinite().all()
 
 
@@ -174,7 +180,7 @@ def test_in_place_weight_updates_are_seen_by_every_path():
         kda.state_dict()[name].mul_(-2.0)
     want = separate_gemms(kda.state_dict(), x, {"beta": "b_proj", "forget": "f_a_proj>f_b_proj", "gate": "g_proj"})
     for path in kda_paths(True).values():
-        got = path.run(kda.prologue.weights, x)
+        got = path.run(kda.prologue.weights, x).finished(kda.prologue.weights)
         for key, value in want.items():
             EQUALITY.check(getattr(got, key).contiguous(), value)
 
@@ -210,7 +216,8 @@ def test_one_layer_at_true_k3_tp8_width(real_k3):
     kda.in_proj.buffer[: kda.in_proj.used_rows].normal_(std=7168**-0.5)
     kda.second.buffer.normal_(std=128**-0.5)
     x = torch.randn(2, 7168).bfloat16()
-    want, *others = (path.run(kda.prologue.weights, x) for path in kda_paths(True).values())
+    weights = kda.prologue.weights
+    want, *others = (path.run(weights, x).finished(weights) for path in kda_paths(True).values())
     for got in others:
         for key in ("qkv", "forget", "beta", "gate"):
             EQUALITY.check(getattr(got, key).contiguous(), getattr(want, key).contiguous(), key)

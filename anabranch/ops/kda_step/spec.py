@@ -8,6 +8,8 @@ layer's norm. Without `early` nothing is read before the kernel before has ended
 
 from anabranch.ops.spec import Floor, OpSpec, tolerance
 
+F_B_INSIDE = ("cuda", "reference")  # the implementations that take `f_b`
+
 KDA_STEP = OpSpec(
     name="kda_step",
     inputs={
