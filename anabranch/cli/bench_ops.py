@@ -1,4 +1,4 @@
-"""`anabranch bench pack | conv | kda-decode | gate | fp8-linear`: single operations on this GPU, beside their peers."""
+"""`anabranch bench pack | conv | kda-prefill | kda-decode | gate | fp8-linear`: one operation beside its peers."""
 
 import json
 import sys
@@ -41,6 +41,7 @@ def conv(
     cases: Annotated[
         str, typer.Option(help="HEADSxTOKENSxSEGMENTS.")
     ] = "96x16384x1,12x16384x1,32x8192x1,12x4096x16,96x1024x1",
+    tiles: Annotated[str, typer.Option(help="Tiles of the kernel, like S8R16W4, as arms of the grouped layout.")] = "",
     device: Device = "cuda",
     append: Append = None,
 ) -> None:
@@ -50,9 +51,31 @@ def conv(
     def run(on: "torch.device") -> "Iterator[ArmTimes]":
         from anabranch.measure.conv import bench_conv
 
-        return bench_conv(on, shapes)
+        return bench_conv(on, shapes, _names(tiles))
 
     _report("conv", device, append, run)
+
+
+def kda_prefill(
+    cases: Annotated[
+        str, typer.Option(help="HEADSxTOKENSxSEGMENTS.")
+    ] = "96x16384x1,32x16384x1,32x8192x1,32x1024x1,12x16384x1,12x16384x16,12x4096x1",
+    gate: Annotated[str, typer.Option(help="bounded or softplus.")] = "bounded",
+    only: Annotated[str, typer.Option(help="Of cuda, chunked, fla, flash; empty is all that may run here.")] = "",
+    parts: Annotated[bool, typer.Option("--parts", help="Both kernels of ours alone, too.")] = False,
+    chains: Annotated[str, typer.Option(help="Launches of the Triton chain, like R64W4S2, as arms.")] = "",
+    device: Device = "cuda",
+    append: Append = None,
+) -> None:
+    """The chunked KDA prefill from convolved rows to o: every backend; fla-core tunes itself a minute a head count."""
+    shapes = shapes_of("cases", cases, 3)
+
+    def run(on: "torch.device") -> "Iterator[ArmTimes]":
+        from anabranch.measure.kda_prefill import bench_kda_prefill
+
+        return bench_kda_prefill(on, shapes, gate=gate, only=_names(only), parts=parts, chains=_names(chains))
+
+    _report("kda-prefill", device, append, run)
 
 
 def kda_decode(
@@ -97,7 +120,7 @@ def gate(
 def fp8_linear(
     shapes: Annotated[str, typer.Option(help="Names of shapes.")] = "k3 kda tp8,kl kda tp1",
     rows: Annotated[str, typer.Option(help="Numbers of tokens M.")] = "1,8,32,128,512",
-    tiles: Annotated[str, typer.Option(help="Tiles of the Triton kernel, like T16R64K128W4S5P, as arms.")] = "",
+    tiles: Annotated[str, typer.Option(help="Tiles of Triton, like T16R64K128W4S5P, or layouts, as arms.")] = "",
     device: Device = "cuda",
     append: Append = None,
 ) -> None:
@@ -113,7 +136,11 @@ def fp8_linear(
     _report("fp8-linear", device, append, run)
 
 
-VERBS = (pack, conv, kda_decode, gate, fp8_linear)
+VERBS = (pack, conv, kda_prefill, kda_decode, gate, fp8_linear)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def shapes_of(name: str, text: str, count: int) -> list[tuple[int, ...]]:

@@ -10,6 +10,7 @@ from anabranch.cli.bench import app as bench
 from anabranch.cli.bench_ab import ab as bench_ab
 from anabranch.cli.bench_ops import VERBS as BENCH_OPS
 from anabranch.cli.bench_serve import serve as bench_serve
+from anabranch.cli.bench_step import VERBS as BENCH_STEP
 from anabranch.cli.chat import chat
 from anabranch.cli.env import env
 from anabranch.cli.eval import app as evaluate
@@ -50,7 +51,7 @@ app.add_typer(verify, name="verify")
 verify.command()(verify_exact)
 app.add_typer(evaluate, name="eval")
 app.add_typer(bench, name="bench")
-for verb in (*BENCH_OPS, bench_serve, bench_ab):
+for verb in (*BENCH_OPS, *BENCH_STEP, bench_serve, bench_ab):
     bench.command()(verb)
 app.add_typer(trace, name="trace")
 app.command()(report)

@@ -13,7 +13,7 @@ from anabranch.measure.arms import ArmTimes, Least, time_arms
 from anabranch.measure.timing import COPY_BYTES_PER_S, Timed
 from anabranch.ops.spec import Floor
 
-VERBS = ("pack", "conv", "kda-decode", "gate", "fp8-linear")
+VERBS = ("pack", "conv", "kda-prefill", "kda-decode", "gate", "fp8-linear")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -38,6 +38,7 @@ def test_refusing_imports_no_kernel():
     [
         (("pack", "--cases", "96"), "cases='96': need NxN of positive numbers, with commas between them"),
         (("conv", "--cases", "1x2x0"), "cases='1x2x0': need NxNxN"),
+        (("kda-prefill", "--cases", "12x64"), "cases='12x64': need NxNxN"),
         (("kda-decode", "--cases", "12x8,a"), "cases='12x8,a': need NxN"),
         (("gate", "--cases", ""), "cases='': need NxN"),
         (("fp8-linear", "--rows", "0"), "rows='0': need positive numbers"),

@@ -12,7 +12,14 @@ from anabranch.ops.registry import Implementation
 
 CASES = {
     "pack": (("--cases", "12x300"), {"pack", "four copies"}),
-    "conv": (("--cases", "12x300x3"), {"rounded", "normed", "grouped", "chain", "chain + pack, no norm"}),
+    "conv": (
+        ("--cases", "12x300x3", "--tiles", "S4R8W2"),
+        {"rounded", "normed", "grouped", "chain", "chain + pack, no norm", "grouped S4R8W2"},
+    ),
+    "kda-prefill": (
+        ("--cases", "12x300x3", "--only", "chunked", "--parts", "--chains", "R64W4S1"),
+        {"chunked", "chunked prepare", "chunked chain", "chunked chain R64W4S1"},
+    ),
     "gate": (("--cases", "12x1,12x7"), {"triton", "torch pair"}),
     "fp8-linear": (
         ("--shapes", "kl kda tp1", "--rows", "1,130", "--tiles", "T16R64K128W4S4P"),

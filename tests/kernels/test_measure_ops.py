@@ -11,13 +11,26 @@ import pytest
 import torch
 
 from anabranch.cli.bench_ops import lines
-from anabranch.measure import arms, conv, fp8_linear, kda_chain, kda_decode, kda_sections, output_gate, pack
+from anabranch.measure import (
+    arms,
+    conv,
+    fp8_linear,
+    kda_chain,
+    kda_decode,
+    kda_prefill,
+    kda_sections,
+    output_gate,
+    pack,
+)
 from anabranch.measure.gate import GateRedError
 from anabranch.measure.timing import COPY_BYTES_PER_S, READ_BYTES_PER_S
+from anabranch.ops.conv.tile import Tile
 from anabranch.ops.fp8_linear import triton as fp8_triton
 from anabranch.ops.fp8_linear.tile import parse
+from anabranch.ops.kda_prefill import chunked
 from anabranch.ops.kda_step.reference import kda_step as reference_step
 from anabranch.ops.linear.reference import linear
+from anabranch.ops.registry import Implementation, Verdict
 from anabranch.ops.skinny_gemm.reference import gemm_low_rank
 
 CPU = torch.device("cpu")
@@ -30,11 +43,11 @@ def _few_sets(monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(arms, "ROUNDS", 1)
     monkeypatch.setattr(arms, "SAMPLES", SAMPLES)
-    for module in (pack, conv, fp8_linear, kda_decode):
+    for module in (pack, conv, fp8_linear, kda_decode, kda_prefill):
         monkeypatch.setattr(module, "sets_for", lambda moved: 2)
     monkeypatch.setattr(kda_decode, "LEAST_SETS", 2)
     monkeypatch.setattr(kda_chain, "COLD_BYTES", 0)
-    for module in (pack, conv, fp8_linear, kda_decode, kda_chain, output_gate):
+    for module in (pack, conv, fp8_linear, kda_decode, kda_chain, kda_prefill, output_gate):
         monkeypatch.setattr(module, "CALLS", 1)
 
 
@@ -62,13 +75,66 @@ def test_pack():
     assert rows[0]["floor_us"] == pytest.approx(2 * 5 * (3 * width + beta) * 2 / COPY_BYTES_PER_S * 1e6, abs=5e-4)
 
 
-def test_conv():
-    [result] = conv.bench_conv(CPU, [(2, 6, 2)])
-    rows = checked(result, ["rounded", "normed", "grouped", "chain", "chain + pack, no norm"])
+def test_conv(monkeypatch):
+    for layout in ("rounded", "normed", "grouped"):  # short pieces, as the interpreter pays for every program
+        monkeypatch.setitem(conv.ARMS, layout, conv.producer(layout, Tile(streams=4, run=4, warps=1)))
+    [result] = conv.bench_conv(CPU, [(1, 6, 2)], ["S2R8W2"])
+    arms = ["rounded", "normed", "grouped", "chain", "chain + pack, no norm", "grouped S2R8W2"]
+    rows = checked(result, arms)
     floors = {row["arm"]: row["floor_us"] for row in rows}
     assert floors["normed"] > floors["rounded"] == floors["chain"]
     with pytest.raises(ValueError, match="cases=2x7x2: need tokens that divide"):
         next(conv.bench_conv(CPU, [(2, 7, 2)]))
+    with pytest.raises(ValueError, match="tile 'S2': accepted is a form like"):
+        next(conv.bench_conv(CPU, [(2, 6, 2)], ["S2"]))
+
+
+@pytest.fixture
+def prefill_backends(monkeypatch):
+    """The Triton kernels stand in for every backend that may run, and count their calls."""
+    calls = Counter()
+
+    def backend(name):
+        def counted(**given):
+            calls[name] += 1
+            return chunked.kda_prompt(**given)
+
+        return SimpleNamespace(kda_prompt=counted, Prefill=chunked.Prefill)
+
+    modules = {f"anabranch.ops.kda_prefill.{name}": backend(name) for name in ("cuda", "chunked", "flash")}
+    monkeypatch.setattr(kda_prefill, "import_module", modules.__getitem__)
+    monkeypatch.setattr(kda_prefill, "fla_prompt", backend("fla").kda_prompt)
+    monkeypatch.setattr(Implementation, "verdict", lambda self, *a, **k: Verdict(self.name != "fla", "it is away"))
+    return calls
+
+
+def test_kda_prefill_has_an_arm_for_every_backend_and_the_floor_of_each_part(prefill_backends):
+    [result] = kda_prefill.bench_kda_prefill(CPU, [(1, 9, 1)], parts=True, chains=["R128W8S1"])
+    parts = ["cuda prepare", "cuda chain", "chunked prepare", "chunked chain", "chunked chain R128W8S1"]
+    rows = {row["arm"]: row for row in checked(result, ["cuda", "chunked", "flash", *parts])}
+    assert dict(result.case) == {"heads": 1, "segments": 1, "length": 9, "gate": "bounded"}
+    exchanged = (3 * 64 * 128 + 2 * 64 * 64) * 2 + (128 + 64) * 4
+    moved = 9 * 3 * 256 + exchanged
+    assert rows["cuda prepare"]["floor_us"] == pytest.approx(moved / COPY_BYTES_PER_S * 1e6, abs=5e-4)
+    # the gate, a warm-up and the samples; the first arm is timed against itself as well
+    assert prefill_backends["chunked"] == 1 + 2 * (1 + SAMPLES)
+    assert prefill_backends["cuda"] > prefill_backends["chunked"]
+
+
+def test_kda_prefill_names_what_it_cannot_time(prefill_backends):
+    wrong = {
+        "gate='relu': accepted are bounded, softplus": {"gate": "relu"},
+        "only='triton': accepted are cuda, chunked, fla, flash": {"only": ["cuda", "triton"]},
+        "only='fla': it is away": {"only": ["fla"]},
+        "only='flash': takes bounded gates only": {"only": ["flash"], "gate": "softplus"},
+        "chains='R32W4S2': accepted is a form like R64W4S2": {"chains": ["R32W4S2"]},
+    }
+    for message, given in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            next(kda_prefill.bench_kda_prefill(CPU, [(1, 64, 1)], **given))
+    with pytest.raises(ValueError, match="cases=1x65x2: need tokens that divide"):
+        next(kda_prefill.bench_kda_prefill(CPU, [(1, 65, 2)]))
+    assert not prefill_backends
 
 
 def test_gate():
@@ -194,14 +260,14 @@ def test_a_red_gate_stops_before_a_time(monkeypatch, natives, interpreted_fp8):
     def never(*args, **kwargs):
         raise AssertionError("timed")
 
-    for module in (pack, conv, output_gate, fp8_linear, kda_decode, kda_chain):
+    for module in (pack, conv, output_gate, fp8_linear, kda_decode, kda_chain, kda_prefill):
         monkeypatch.setattr(module, "time_arms", never)
     monkeypatch.setattr(pack.triton, "pack", off_by_one(pack.triton.pack))
     with pytest.raises(GateRedError, match=r"pack, 2 heads, 3 tokens: .* break bitwise"):
         next(pack.bench_pack(CPU, [(2, 3)]))
     monkeypatch.setitem(conv.ARMS, "rounded", off_by_one(conv.ARMS["rounded"]))
     with pytest.raises(GateRedError, match="conv: q: "):
-        next(conv.bench_conv(CPU, [(2, 4, 2)]))
+        next(conv.bench_conv(CPU, [(1, 4, 2)]))
     monkeypatch.setattr(output_gate.triton, "sigmoid_gate", off_by_one(output_gate.triton.sigmoid_gate))
     with pytest.raises(GateRedError, match="gate, width 128, 2 tokens"):
         next(output_gate.bench_gate(CPU, [(1, 2)]))
@@ -213,3 +279,16 @@ def test_a_red_gate_stops_before_a_time(monkeypatch, natives, interpreted_fp8):
         next(kda_sections.bench_sections(CPU, ["step"], [(1, 2)]))
     with pytest.raises(GateRedError, match=r"kda_chain, .*: cublas, triton, output: "):
         next(kda_chain.bench_kda_chain(CPU, [(1, 2)], hidden=64))
+
+
+def test_a_wrong_prefill_is_not_timed(monkeypatch, prefill_backends):
+    """One state too early would leave most outputs as they are."""
+    monkeypatch.setattr(kda_prefill, "time_arms", lambda *a, **k: pytest.fail("timed"))
+    right = chunked.kda_prompt
+
+    def stale(**given):
+        return right(**given | {"state": given["state"].clone()})
+
+    monkeypatch.setattr(chunked, "kda_prompt", stale)
+    with pytest.raises(GateRedError, match=r"kda_prefill, 1 heads, 1 x 5 tokens, bounded: chunked: state is off by"):
+        next(kda_prefill.bench_kda_prefill(CPU, [(1, 5, 1)], only=["chunked"]))
