@@ -5,19 +5,21 @@ library reductions and GEMMs choose their order of addition by shape. exp, log, 
 elementwise that IEEE 754 rounds exactly.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """1 / (1 + exp(-x)) in fp32, rounded to x's dtype."""
-    return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
+    return torch.exp(-x.float()).add(1.0).reciprocal().type_as(x)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(x) in fp32, rounded to x's dtype."""
     x32 = x.float()
-    return (x32 * sigmoid(x32)).to(x.dtype)
+    return (x32 * sigmoid(x32)).type_as(x)
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
@@ -39,5 +41,23 @@ def fold_sum(x: torch.Tensor) -> torch.Tensor:
         x = F.pad(x, (0, width - size))
     while width > 1:
         width //= 2
-        x = x[..., :width] + x[..., width:]
-    return x[..., 0]
+        x = torch.add(*x.chunk(2, -1))
+    return x.squeeze(-1)
+
+
+Total = Callable[[torch.Tensor], torch.Tensor]  # row_sum or fold_sum
+
+
+def softmax(x: torch.Tensor, total: Total) -> torch.Tensor:
+    """Softmax over the last dimension; `row_sum` leaves all of it to the library."""
+    if total is row_sum:
+        return torch.softmax(x, -1)
+    raised = torch.exp(x - x.amax(-1, keepdim=True))
+    return raised / total(raised).unsqueeze(-1)
+
+
+def unit_rms(x: torch.Tensor, eps: float, total: Total) -> torch.Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension; `row_sum` leaves all of it to the library."""
+    if total is row_sum:
+        return F.rms_norm(x, x.shape[-1:], eps=eps)
+    return x * torch.rsqrt(total(x.square()) / x.shape[-1] + eps).unsqueeze(-1)

@@ -150,6 +150,13 @@ def _heads_of_128(config: ModelConfig) -> Verdict:
     return first if not first.ok or dim == 128 else Verdict(False, f"needs the KDA head_dim to be 128, it is {dim}")
 
 
+def _bounded_heads_of_128(config: ModelConfig) -> Verdict:
+    first, bound = _heads_of_128(config), config.kda.gate_lower_bound
+    if first.ok and (bound is None or not -5 <= bound <= 0):
+        return Verdict(False, f"needs a gate bounded by -5 to 0 (gate_lower_bound), it is {bound}")
+    return first
+
+
 def _latent(config: ModelConfig) -> Verdict:
     first = _tile("kv_lora_rank", config.mla.kv_lora_rank)
     return _tile("qk_rope_head_dim", config.mla.rope_dim) if first.ok else first
@@ -171,6 +178,16 @@ def _ungrouped(config: ModelConfig) -> Verdict:
     return Verdict(
         groups == 1, f"num_expert_group={groups}" if groups == 1 else f"needs one expert group, not {groups}"
     )
+
+
+def _streamed(config: ModelConfig) -> Verdict:
+    moe = config.moe
+    if moe is None or config.expert_format == "mxfp4" or moe.latent_size:
+        return Verdict(False, "needs plain experts of the hidden width")
+    width, inner = config.hidden_size, moe.intermediate_size
+    if width % 8 or inner % 8 or width > 3584:
+        return Verdict(False, f"needs multiples of 8, hidden_size up to 3584; they are {width} and {inner}")
+    return Verdict(True, "up to 8 tokens streamed, above in tiles")
 
 
 _REFERENCE = Implementation(name="reference")
@@ -198,12 +215,25 @@ def _skinny(
     )
 
 
+def _coded(name: str, batch_invariant: bool = False) -> Implementation:
+    return Implementation(
+        name=name,
+        batch_invariant=batch_invariant,
+        device="cuda",
+        package="triton",
+        native="fp8_linear",
+        dtypes=(torch.bfloat16,),
+    )
+
+
 # in order of preference; a reference that is elementwise needs no deterministic twin
 IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "linear": (_skinny("skinny"), _REFERENCE, _skinny("segmented", True), _triton(), _DETERMINISTIC),
     # beside the Triton kernel the reference would hold every weight in fp32, so it comes second on a GPU
     "fp8_linear": (
+        _coded("skinny"),
         Implementation(name="expanded", device="cuda", package="triton", dtypes=(torch.bfloat16,)),
+        _coded("segmented", True),
         _triton(),
         _REFERENCE,
         _DETERMINISTIC,
@@ -250,6 +280,14 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             fits=_kda_heads,
             layout="rounded",
         ),
+        Implementation(
+            name="flash",
+            device="cuda",
+            package="flash_kda",
+            dtypes=(torch.bfloat16,),
+            fits=_bounded_heads_of_128,
+            layout="grouped",
+        ),
         _triton(_kda_heads),
         _REFERENCE,
         _DETERMINISTIC,
@@ -259,6 +297,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation(name="cuda", device="cuda", native="kda_step", dtypes=(torch.bfloat16,), fits=_heads_of_128),
         _triton(_four_taps, batch_invariant=False),
         Implementation(name="chain", batch_invariant=True),
+        Implementation(name="reference", device="cpu"),  # only by name: a step that takes f_b on a CPU
     ),
     "mla_write": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
     "mla_decode": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
@@ -280,7 +319,19 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "glu": (_triton(), _INVARIANT_REFERENCE),
     "route": (_triton(_ungrouped), _REFERENCE, _DETERMINISTIC),
     "routed_experts": (_triton(), _REFERENCE, _DETERMINISTIC),
-    "expert_ffn": (_triton(), Implementation(name="chain", batch_invariant=True)),
+    # up to 8 tokens its bits are not those of prompt tokens
+    "expert_ffn": (
+        Implementation(
+            name="cuda",
+            device="cuda",
+            package="triton",
+            native="expert_ffn",
+            dtypes=(torch.bfloat16,),
+            fits=_streamed,
+        ),
+        _triton(),
+        Implementation(name="chain", batch_invariant=True),
+    ),
     "residual_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "log_softmax": (_triton(), _REFERENCE, _DETERMINISTIC),
     "pick": (_triton(), _REFERENCE, _DETERMINISTIC),

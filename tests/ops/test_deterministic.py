@@ -9,6 +9,7 @@ from anabranch.config.model import ActivationConfig
 from anabranch.ops.arithmetic import fold_sum, sigmoid, silu, softplus
 from anabranch.ops.attn_residual.deterministic import residual_norm
 from anabranch.ops.conv.reference import conv
+from anabranch.ops.experts.deterministic import routed_experts
 from anabranch.ops.glu.reference import glu
 from anabranch.ops.kda_decode.deterministic import kda_decode
 from anabranch.ops.kda_prefill.deterministic import kda_prefill
@@ -157,6 +158,39 @@ def test_latent_attention_does_not_know_how_a_prompt_was_cut(dtype, monkeypatch)
     batch = mla_ops.mla_decode(q[[3, 0, 149]], torch.tensor([4, 0, 150]), table.expand(3, -1), pages, kv_b)
     assert torch.equal(batch[[0, 2]], whole[[3, 149]])
     assert not batch[1].any()
+
+
+class Bank:
+    """Experts 1 and 2 of four."""
+
+    first, count = 1, 2
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.w13, self.w2 = torch.randn(2, 10, 7), torch.randn(2, 7, 5)
+
+    def gate_up(self, expert: int) -> torch.Tensor:
+        return self.w13[expert]
+
+    def down(self, expert: int) -> torch.Tensor:
+        return self.w2[expert]
+
+
+def test_a_tokens_experts_do_not_know_the_batch_and_are_summed_in_ascending_order():
+    bank, silu_glu = Bank(), ActivationConfig(name="silu")
+    x, weights = torch.randn(9, 7), torch.rand(9, 3)
+    experts = torch.stack([torch.randperm(4)[:3] for _ in range(9)])
+    y = routed_experts(x, weights, experts, bank, silu_glu)
+    for t in range(9):
+        one, want = x[t : t + 1], torch.zeros(1, 7)
+        assert torch.equal(routed_experts(one, weights[t : t + 1], experts[t : t + 1], bank, silu_glu), y[t : t + 1])
+        for expert in (1, 2):
+            for weight in weights[t][experts[t] == expert]:
+                hidden = glu(linear_ops.linear(one, bank.gate_up(expert - 1)), silu_glu)
+                want = want + linear_ops.linear(hidden, bank.down(expert - 1)) * weight
+        assert torch.equal(y[t : t + 1], want)
+    assert not routed_experts(x, weights, torch.zeros_like(experts), bank, silu_glu).any()
+    assert routed_experts(x[:0], weights[:0], experts[:0], bank, silu_glu).shape == (0, 7)
 
 
 def test_conv_is_elementwise():

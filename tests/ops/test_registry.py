@@ -67,6 +67,12 @@ def test_a_dtype_or_tap_count_that_a_kernel_does_not_take_is_refused():
     assert anywhere.verdict(CONFIG, CUDA, False, torch.float32).reason == "does not compute in float32"
     other = replace(CONFIG, kda=replace(CONFIG.kda, conv_size=3))
     assert replace(step, package=None).verdict(other, CUDA, False).reason == "needs short_conv_kernel_size=4, it is 3"
+    flash = replace(next(i for i in IMPLEMENTATIONS["kda_prefill"] if i.name == "flash"), package=None)
+    wide = {bound: replace(CONFIG.kda, head_dim=128, gate_lower_bound=bound) for bound in (None, -5.0, -6.0)}
+    verdicts = {bound: flash.verdict(replace(CONFIG, kda=kda), CUDA, False) for bound, kda in wide.items()}
+    assert verdicts[-5.0].ok
+    for bound in (None, -6.0):
+        assert verdicts[bound].reason == f"needs a gate bounded by -5 to 0 (gate_lower_bound), it is {bound}"
 
 
 def test_cudnn_prefill_is_refused_with_the_sizes_and_the_library(monkeypatch):

@@ -1,10 +1,10 @@
 """The residual read in plain PyTorch. See spec.py for shapes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from anabranch.ops.arithmetic import row_sum
+from anabranch.ops.arithmetic import Total, row_sum, softmax, unit_rms
 from anabranch.ops.norm.reference import rms_norm
 
 
@@ -14,17 +14,15 @@ def residual_read(
     norm: torch.Tensor,
     score: torch.Tensor,
     eps: float,
-    total: Callable[[torch.Tensor], torch.Tensor] = row_sum,
+    total: Total = row_sum,
 ) -> torch.Tensor:
     """sum_j softmax_j(score . RMS(row_j)) * row_j over the banked rows and the prefix."""
     if not bank:
         return prefix
     rows = torch.stack([*bank, prefix], 1).float()
-    direction = norm.float() * score.float().flatten()
-    logits = total(rows * direction) * torch.rsqrt(total(rows.square()) / rows.shape[-1] + eps)
-    raised = torch.exp(logits - logits.amax(-1, keepdim=True))
-    p = raised / total(raised).unsqueeze(-1)
-    return total((p.unsqueeze(-1) * rows).transpose(1, 2)).to(prefix.dtype)
+    logits = total(unit_rms(rows, eps, total) * (norm.float() * score.float()))
+    p = softmax(logits, total)
+    return total((p.unsqueeze(-1) * rows).mT).type_as(prefix)
 
 
 def residual_norm(
@@ -35,7 +33,7 @@ def residual_norm(
     score: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    total: Callable[[torch.Tensor], torch.Tensor] = row_sum,
+    total: Total = row_sum,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(prefix + update, rms_norm of the read that the sum takes part in), each step rounded to the model dtype."""
     summed = prefix if update is None else prefix + update

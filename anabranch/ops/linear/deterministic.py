@@ -14,9 +14,9 @@ PRODUCTS = 1 << 22  # most fp32 products held at once
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """y = x W^T, each element a fold over K of exact-order fp32 products."""
     step = max(1, PRODUCTS // max(1, w.numel()))
-    w32 = w.float()
-    parts = [fold_sum(part.float().unsqueeze(1) * w32) for part in x.split(step)]
-    return torch.cat(parts).to(x.dtype) if parts else x.new_empty(0, w.shape[0])
+    if len(x) > step:
+        return torch.cat([linear(part, w) for part in x.split(step)])
+    return fold_sum(x.float().unsqueeze(1) * w.float()).type_as(x)
 
 
 def batched_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -79,14 +79,14 @@ def mla_decode(
     """The key projection is absorbed into q and the value projection follows the mixture of latent rows."""
     rank = kv_b.shape[-1]
     nope = q.shape[-1] - (pages.shape[-1] - rank)
-    query = torch.cat([torch.einsum("bhd,hdr->bhr", q[..., :nope], kv_b[:, :nope]), q[..., nope:]], -1)
-    mixed = query.new_zeros(*query.shape[:2], rank)
-    for b, length in enumerate(totals.tolist()):
-        if length:
-            rows = cached_rows(pages, block_table[b], length)
-            p = torch.softmax((query[b] @ rows.mT).float() * q.shape[-1] ** -0.5, -1).to(q.dtype)
-            mixed[b] = p @ rows[:, :rank]
-    return torch.einsum("bhr,hdr->bhd", mixed, kv_b[:, nope:]).flatten(1)
+    absorbed = torch.bmm(q[..., :nope].transpose(0, 1), kv_b[:, :nope]).transpose(0, 1)
+    query = torch.cat([absorbed, q[..., nope:]], -1)
+    mixed = []
+    for one, length, table in zip(query, totals.tolist(), block_table, strict=True):
+        rows = cached_rows(pages, table, length)  # none: zeros
+        p = torch.softmax((one @ rows.mT).float() * q.shape[-1] ** -0.5, -1).type_as(q)
+        mixed.append(p @ rows[:, :rank])
+    return torch.bmm(torch.stack(mixed, 1), kv_b[:, nope:].mT).transpose(0, 1).flatten(1)
 
 
 def mla_step(

@@ -1,17 +1,13 @@
 """Norms in plain PyTorch. See spec.py for shapes. `total` sums over the last dimension."""
 
-from collections.abc import Callable
-
 import torch
 
-from anabranch.ops.arithmetic import row_sum, sigmoid
-
-Total = Callable[[torch.Tensor], torch.Tensor]
+from anabranch.ops.arithmetic import Total, row_sum, sigmoid, unit_rms
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, total: Total = row_sum) -> torch.Tensor:
     """x / sqrt(mean(x^2) + eps), rounded to x's dtype, then times weight."""
-    return _normed(x.float(), eps, total).to(x.dtype) * weight.to(x.dtype)
+    return unit_rms(x.float(), eps, total).type_as(x) * weight.type_as(x)
 
 
 def add_rms_norm(
@@ -32,9 +28,5 @@ def gated_rms_norm(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, total: Total = row_sum
 ) -> torch.Tensor:
     """RMSNorm over each head's channels times weight times sigmoid(gate): [T, H, D] -> [T, H*D]."""
-    normed = _normed(x.float(), eps, total) * weight.float()
-    return (normed * sigmoid(gate.unflatten(-1, x.shape[1:]).float())).to(x.dtype).flatten(1)
-
-
-def _normed(x32: torch.Tensor, eps: float, total: Total) -> torch.Tensor:
-    return x32 * torch.rsqrt(total(x32.square()) / x32.shape[-1] + eps).unsqueeze(-1)
+    normed = unit_rms(x.float(), eps, total) * weight.float()
+    return (normed.flatten(1) * sigmoid(gate.float())).type_as(x)
