@@ -12,7 +12,7 @@ from anabranch.evidence.trace.slice import SliceSpec, cut
 
 FOLDER = Path(__file__).parents[1] / "data" / "traces"
 EXPECTED = sorted(FOLDER.glob("*.expect.json"))
-COMMITTED = {"synthetic_graph"}
+COMMITTED = {"synthetic_graph", "h200_k3_decode_separate", "h200_k3_decode_whole", "h200_k3_eager_whole"}
 
 
 def recording(expected):

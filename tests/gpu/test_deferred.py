@@ -105,8 +105,6 @@ def test_one_launch_less_than_whole(real_k3):
             found[path] = launched(case)
         assert ran[f"kda.{path}"] == 2
         assert (ran["kda.gemm"], ran["kda.f_b_in_step"]) == ((4, 0) if path == "whole" else (2, 2))
-    second = [sum("low_rank_kernel" in name for name in found[path]) for path in ("whole", "deferred")]
-    assert second == [1, 0]
     assert len(found["whole"]) - len(found["deferred"]) == 1
 
 

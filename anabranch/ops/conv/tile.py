@@ -30,7 +30,7 @@ class Tile:
         return f"S{self.streams}R{self.run}W{self.warps}"
 
 
-TILE = Tile(streams=8, run=16, warps=4)
+TILE = Tile(streams=4, run=32, warps=2)
 
 
 def parse(name: str) -> Tile:
