@@ -1,4 +1,4 @@
-"""Train the small Kimi-K3 of checkpoints/small-k3: `python examples/train_small.py --data FILE --out DIR --minutes 8`.
+"""Train the small Kimi-K3 of checkpoints/small-k3: `python examples/train_small.py --data FILE --out DIR --minutes 4`.
 
 FILE is written by `python -m training.data` (in examples/). On a GPU it needs the package `fla` (fla-core) for the KDA
 recurrence; on a CPU it runs, slowly, with --minimal. The learning rate follows the wall clock, so --minutes is the time
@@ -148,7 +148,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="written by training.data")
     parser.add_argument("--out", type=Path, required=True, help="directory of the checkpoint")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of the whole run, start and compilation included")
+    parser.add_argument("--minutes", type=float, default=4.0, help="of the whole run, start and compilation included")
     parser.add_argument("--steps", type=int, default=10**9, help="stop after so many")
     parser.add_argument("--rows", type=int, default=16, help="sequences a step")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a sequence")
