@@ -122,7 +122,7 @@ def show(console: Console, checkpoint: Path) -> None:
     """Print what the trained model writes: a continuation, and a problem that it solves."""
     llm = LLM(checkpoint)
     llm.generate(PROMPTS[:1], GREEDY)
-    asked = SamplingParams(max_tokens=120, temperature=0.0, stop=("\n\nQuestion",))
+    asked = SamplingParams(max_tokens=120, temperature=0.0, stop=("\n\n",))
     start = time.perf_counter()
     outputs = llm.generate(["Return a list of ", QUESTION], asked)
     seconds = time.perf_counter() - start

@@ -19,8 +19,8 @@ from anabranch.measure.step_paths import StepPaths
 from anabranch.parallel.layout import Layout
 
 DEVICE = torch.device("cuda")
-# launches fewer than `separate` in a KDA layer
-FEWER = {"separate": 0, "split": 2, "whole": 3, "overlap": 2, "fused": 4, "deferred": 4}
+# launches fewer than `split` in a KDA layer; small products of `separate` may be two launches each of a library
+FEWER = {"split": 0, "overlap": 0, "whole": 1, "fused": 2, "deferred": 2}
 
 
 def eight_layers(**changes):
@@ -42,10 +42,12 @@ def test_each_path_of_a_slice_has_its_number_of_launches(monkeypatch, tmp_path):
         result = slice_times.time_slice(subject, names, LinkModel(), tmp_path)
     rows = {row["arm"]: row for row in result.rows()}
     assert list(rows) == names
-    base = rows["separate"]["kernels_per_slice"]
+    base = rows["split"]["kernels_per_slice"]
+    assert rows["separate"]["kernels_per_slice"] >= base + 3 * 2
     for name, row in rows.items():
         kda, _, mla = name.partition("+")
-        assert row["kernels_per_slice"] == base - 3 * FEWER[kda] - (mla == "merged"), name
+        if kda != "separate":
+            assert row["kernels_per_slice"] == base - 3 * FEWER[kda] - (mla == "merged"), name
         assert 0 < row["profile"]["busy_us"] <= row["profile"]["sum_us"] + 0.01
         assert row["us_median"] > row["floor_us"] * 0.5
         assert "traceEvents" in json.loads((tmp_path / f"{name}.json").read_text())
@@ -58,11 +60,11 @@ def test_a_rank_of_several_is_captured_alone(monkeypatch, layout):
     config = parse_model_config(eight_layers())
     with torch.inference_mode():
         subject = Slice(config, layout, device=DEVICE, dtype=torch.bfloat16, rows=16, context=130)
-        result = slice_times.time_slice(subject, ["separate", "fused"], LinkModel())
-    separate, fused = result.rows()
-    assert separate["kernels_per_slice"] - fused["kernels_per_slice"] == 3 * FEWER["fused"]
+        result = slice_times.time_slice(subject, ["split", "fused"], LinkModel())
+    split, fused = result.rows()
+    assert split["kernels_per_slice"] - fused["kernels_per_slice"] == 3 * FEWER["fused"]
     # placing own rows among those of other replicas: one copy a layer
-    assert separate["profile"]["copies"] >= (4 if layout.dp_attention > 1 else 0)
+    assert split["profile"]["copies"] >= (4 if layout.dp_attention > 1 else 0)
 
 
 def test_a_step_is_recorded_and_two_arms_take_turns(tmp_path):

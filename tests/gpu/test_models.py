@@ -116,8 +116,8 @@ def test_deterministic_fused_paths_are_bit_equal(case):
 def test_graph_steps_equal_eager_steps_at_every_size(case, deterministic, overlap):
     fusion = FusionConfig(kda="overlap", mla="overlap" if case == "kimi-k3" else "auto") if overlap else None
     model = build(TINY[case], dtype=torch.bfloat16, deterministic=deterministic, fusion=fusion)
-    e = engine(model, graphs=[1, 2, 3, 5, 8, 16])
-    for count in (1, 2, 3, 4, 5, 7, 8, 13, 16):
+    e = engine(model, graphs=[1, 3, 8, 16])
+    for count in (1, 2, 3, 7, 13):  # exact sizes and padded ones; each new size compiles for seconds
         eager = run(engine(model), *[ask(r.prompt, r.id, 12) for r in crowd(count, count)])
         e.runner.graph_replays.clear()
         graphed = run(e, *[ask(r.prompt, r.id, 12) for r in crowd(count, count)])
