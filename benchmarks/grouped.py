@@ -33,7 +33,7 @@ SILU = ActivationConfig(name="silu")
 class Layer:
     """One layer's experts in bf16, as `MoeFfn` holds them."""
 
-    first, count = 0, EXPERT_COUNT
+    first, count, total = 0, EXPERT_COUNT, EXPERT_COUNT
     gate_up, down = PlainExperts.gate_up, PlainExperts.down
 
     def __init__(self) -> None:

@@ -21,7 +21,8 @@ class _Experts(NamedViews):
         super().__init__()
         config, parallel = build.config, build.parallel
         assert config.moe is not None
-        self.count = share(config.moe.experts, parallel.ep_size, "num_experts")
+        self.total = config.moe.experts
+        self.count = share(self.total, parallel.ep_size, "num_experts")
         self.first = parallel.ep_rank * self.count
         self.inner = share(config.moe.intermediate_size, parallel.moe_tp_size, "moe_intermediate_size")
         self.width = config.moe.latent_size or config.hidden_size

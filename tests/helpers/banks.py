@@ -9,12 +9,16 @@ from anabranch.ops.mxfp4.reference import dequantize
 
 @dataclass(kw_only=True)
 class PlainBank:
-    """w13 [E, 2*I, W] and w2 [E, W, I]."""
+    """w13 [E, 2*I, W] and w2 [E, W, I]. `total`: experts of all ranks, these alone if not given."""
 
     first: int
     count: int
     w13: torch.Tensor
     w2: torch.Tensor
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        self.total = self.total or self.count
 
     def gate_up(self, expert: int) -> torch.Tensor:
         return self.w13[expert]
@@ -34,6 +38,10 @@ class Mxfp4Bank:
     w2_packed: torch.Tensor
     w2_scale: torch.Tensor
     dtype: torch.dtype
+    total: int = 0
+
+    def __post_init__(self) -> None:
+        self.total = self.total or self.count
 
     def gate_up(self, expert: int) -> torch.Tensor:
         return dequantize(self.w13_packed[expert], self.w13_scale[expert], self.dtype)
@@ -53,7 +61,14 @@ def plain_bank(
 
 
 def mxfp4_bank(
-    count: int, inner: int, width: int, dtype: torch.dtype, *, first: int = 0, device: str = "cpu"
+    count: int,
+    inner: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    first: int = 0,
+    total: int = 0,
+    device: str = "cpu",
 ) -> Mxfp4Bank:
     """Every code, under scales from 2^-9 to 2^-2 (uninitialised on meta)."""
 
@@ -65,6 +80,7 @@ def mxfp4_bank(
     return Mxfp4Bank(
         first=first,
         count=count,
+        total=total,
         w13_packed=draw(count, 2 * inner, width // 2),
         w13_scale=draw(count, 2 * inner, width // 32, low=118, high=126),
         w2_packed=draw(count, width, inner // 2),

@@ -75,3 +75,11 @@ def test_what_the_ranks_add_up_to_is_the_whole():
     ffn, x = layer(small_linear(), parallel=ParallelConfig(tp_size=2), comm=Comm()), torch.randn(5, 64).bfloat16()
     assert torch.equal(ffn(x, BATCH), seen[0] * 2)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("name", ["kl", "k3"])
+def test_a_rank_of_whole_experts_knows_how_many_there_are(name):
+    place = ParallelConfig(tp_size=2, tp_rank=1, ep_size=2, ep_rank=1)
+    whole, part = layer(CONFIGS[name]).experts, layer(CONFIGS[name], parallel=place).experts
+    assert (whole.first, whole.count, whole.total) == (0, part.total, part.total)
+    assert (part.first, 2 * part.count) == (part.count, part.total)

@@ -10,7 +10,7 @@ import torch
 
 from anabranch.config.model import ActivationConfig
 from anabranch.ops import native
-from anabranch.ops.experts.reference import ExpertBank
+from anabranch.ops.experts.reference import ExpertBank, mean_pairs
 from anabranch.ops.experts.tiles import Tiles, align, slots
 
 TILE, TAIL = 256, 32  # pairs of a tile, and what the last tile of a run may hold beyond them
@@ -38,8 +38,7 @@ def fits(x: torch.Tensor, bank: ExpertBank) -> bool:
 
 def worth(x: torch.Tensor, top_k: int, bank: ExpertBank) -> bool:
     """Whether a step's routed experts run here rather than on Triton."""
-    many = len(x) * top_k > LEAST * bank.count
-    return many and x.is_cuda and fits(x, bank) and available(x.get_device())
+    return mean_pairs(len(x), top_k, bank) > LEAST and x.is_cuda and fits(x, bank) and available(x.get_device())
 
 
 def expert_products(

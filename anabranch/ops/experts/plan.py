@@ -84,8 +84,8 @@ _BF16: tuple[tuple[float, Plan], ...] = (
     ),
 )
 _MXFP4: tuple[tuple[float, Plan], ...] = (
-    (8, Plan(wide=Tile(T=16, R=64, K=128), narrow=Tile(T=16, R=64, K=128))),
-    (24, Plan(wide=Tile(T=32, R=64, K=128), narrow=Tile(T=32, R=64, K=128))),
+    (12, Plan(wide=Tile(T=16, R=64, K=128), narrow=Tile(T=16, R=128, K=128, num_stages=3))),
+    (24, Plan(wide=Tile(T=32, R=64, K=128, num_stages=3), narrow=Tile(T=32, R=64, K=128))),
     (
         float("inf"),
         Plan(
@@ -98,7 +98,7 @@ _LONE_TOKEN = Plan(wide=Tile(T=16, R=32, K=128, num_stages=8), narrow=Tile(T=16,
 
 
 def choose_plan(tokens: int, top_k: int, experts: int, dtype: torch.dtype, fp4: bool = False) -> Plan:
-    """The plan for this many tokens over `experts` local experts."""
+    """The plan for this many tokens that choose among `experts` experts, those of all ranks together."""
     if dtype == torch.float32:
         return _FP32
     if tokens == 1 and not fp4:

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from anabranch.config.model import ActivationConfig
 from anabranch.ops.glu.reference import glu
+from anabranch.ops.linear.reference import linear
 
 
 class ExpertBank(Protocol):
@@ -16,6 +16,7 @@ class ExpertBank(Protocol):
 
     first: int
     count: int
+    total: int  # experts of all ranks together
 
     def gate_up(self, expert: int) -> torch.Tensor:
         """[2*I, W] of local expert `expert`: gate rows, then up rows."""
@@ -26,13 +27,27 @@ class ExpertBank(Protocol):
         ...
 
 
+def mean_pairs(tokens: int, top_k: int, bank: ExpertBank) -> float:
+    """(token, choice) pairs that an expert gets on average; most choices may be of other ranks' experts."""
+    return tokens * top_k / bank.total
+
+
+def stacks(bank: ExpertBank) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor], bool]:
+    """(gate-up, its scale), (down, its scale) and whether they are MXFP4; a plain stack stands in for its own scale."""
+    store: Any = bank
+    if hasattr(bank, "w13_packed"):
+        return (store.w13_packed, store.w13_scale), (store.w2_packed, store.w2_scale), True
+    return (store.w13, store.w13), (store.w2, store.w2), False
+
+
 def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
     experts: torch.Tensor,
     bank: ExpertBank,
     activation: ActivationConfig,
-    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
+    linear: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = linear,
+    glu: Callable[[torch.Tensor, ActivationConfig], torch.Tensor] = glu,
 ) -> torch.Tensor:
     """sum_e weights_e * down_e(glu(gate_up_e x)) over the local experts."""
     y = torch.zeros_like(x).float()

@@ -18,12 +18,13 @@ from anabranch.ops.early import early_launch, follow
 from anabranch.ops.expert_sum.triton import expert_sum
 from anabranch.ops.experts import grouped
 from anabranch.ops.experts.plan import SORTED, Plan, Tile, choose_plan
-from anabranch.ops.experts.reference import ExpertBank
+from anabranch.ops.experts.reference import ExpertBank, stacks
 from anabranch.ops.experts.tiles import align
 from anabranch.ops.experts.triton_products import matrix, members, shared_pair, shared_product
 from anabranch.ops.experts.triton_tiles import down_sorted, down_tile, gate_up_sorted, gate_up_tile, store_hidden
 from anabranch.ops.glu.triton import activation_constants
 from anabranch.ops.linear.triton import segments
+from anabranch.ops.mxfp4.triton import ARRANGED, BLOCK, PLAIN, arrange, tile_form
 
 _SHARED_K = 64  # columns a step of the shared expert: divides its segments
 
@@ -53,6 +54,7 @@ def _gate_up(
     rider_stride,
     MODE: tl.constexpr,
     FP4: tl.constexpr,
+    H_ARRANGED: tl.constexpr,
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     SITU: tl.constexpr,
@@ -81,13 +83,13 @@ def _gate_up(
                 *(rider_w, rider_width, row0, rider_inner, rider_x, token, token < tokens, rider_stride),
                 *(R, RIDER_K, RIDER_S, RIDER_EVEN),
             )
-            store_hidden(gate, up, rider_h, token, token < tokens, row0, rider_inner, SITU, BETA, LINEAR_BETA)
+            store_hidden(gate, up, rider_h, token, token < tokens, row0, rider_inner, False, SITU, BETA, LINEAR_BETA)
             return
         program -= riders
     if MODE == 0:
         gate_up_sorted(
             *(x, w, scale, pairs, table, h, program, slots, inner, width, x_stride),
-            *(FP4, TOP_K, SITU, BETA, LINEAR_BETA, T, R, K, STACKED, TAIL, EVEN),
+            *(FP4, H_ARRANGED, TOP_K, SITU, BETA, LINEAR_BETA, T, R, K, STACKED, TAIL, EVEN),
         )
     else:
         blocks = tl.cdiv(inner, R)
@@ -99,7 +101,7 @@ def _gate_up(
         scales = matrix(scale, expert, 2 * inner, width, 32 if FP4 else 1)
         gate_up_tile(
             *(x, weights, scales, pairs, h, place, inside, 0, row0, inner, width, x_stride),
-            *(MODE, FP4, TOP_K, SITU, BETA, LINEAR_BETA, R, K, STACKED, 0, EVEN),
+            *(MODE, FP4, H_ARRANGED, TOP_K, SITU, BETA, LINEAR_BETA, R, K, STACKED, 0, EVEN),
         )
 
 
@@ -185,14 +187,6 @@ class Rider:
         return self.down.shape[1]
 
 
-def _stacks(bank: ExpertBank) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor], bool]:
-    """(gate-up, its scale), (down, its scale) and whether they are MXFP4; a plain stack stands in for its own scale."""
-    store: Any = bank
-    if hasattr(bank, "w13_packed"):
-        return (store.w13_packed, store.w13_scale), (store.w2_packed, store.w2_scale), True
-    return (store.w13, store.w13), (store.w2, store.w2), False
-
-
 def routed_experts(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -226,17 +220,22 @@ def expert_products(
     (tokens, width), top_k = x.shape, experts.shape[1]
     if plan is None and rider is None and grouped.worth(x, top_k, bank):
         return grouped.expert_products(x, experts, bank, activation)
-    (w13, w13_scale), (w2, w2_scale), fp4 = _stacks(bank)
+    (w13, w13_scale), (w2, w2_scale), fp4 = stacks(bank)
     inner, pairs = w13.shape[1] // 2, tokens * top_k
-    plan = plan or choose_plan(tokens, top_k, bank.count, x.dtype, fp4)
+    plan = plan or choose_plan(tokens, top_k, bank.total, x.dtype, fp4)
     mode, order, table, slots = plan.mode(tokens), experts, experts, pairs
     if mode == SORTED:
         made = align(experts, bank.first, bank.count, plan.T, plan.tail)
         order, table, slots = made.pairs, made.table, made.slots
+    outer, hidden = (tile_form(columns, x.dtype) if fp4 else PLAIN for columns in (width, inner))
+    if max(outer, hidden) >= ARRANGED and {plan.wide.K, plan.narrow.K} != {BLOCK}:
+        raise ValueError(f"experts: MXFP4 tiles take {BLOCK} columns a step, got {plan.wide.K} and {plan.narrow.K}")
+    if outer >= ARRANGED:
+        x = arrange(x)
     h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     out = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     sizes = (tokens, slots, bank.first, bank.count, inner, width)
-    flags = {"MODE": mode, "FP4": fp4, "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), **early_launch()}
+    flags = {"MODE": mode, "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), **early_launch()}
     flags["TAIL"] = plan.tail if mode == SORTED else 0
     wide, narrow = plan.wide, plan.narrow
     a, b = _riding(rider, plan, tokens, h)
@@ -244,10 +243,13 @@ def expert_products(
         *(x, w13, w13_scale, experts, order, table, h, *a.tensors, *sizes, x.stride(0), *a.sizes),
         **(flags | activation_constants(activation) | _launch(wide, width) | a.flags),
         STACKED=wide.stacked,
+        FP4=outer,
+        H_ARRANGED=hidden >= ARRANGED,
     )
     _down[(b.programs + triton.cdiv(width, narrow.R) * slots,)](
         *(h, w2, w2_scale, experts, order, table, out, *b.tensors, *sizes, *b.sizes),
         **(flags | _launch(narrow, inner) | b.flags),
+        FP4=hidden,
     )
     return out
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from anabranch.ops.linear.triton import token_tile
-from anabranch.ops.mxfp4.triton import mxfp4_tile
+from anabranch.ops.mxfp4.triton import arranged_tile, mxfp4_tile
 
 
 @triton.jit
@@ -47,8 +47,14 @@ def weight_tile(
     EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Columns `start .. start + K` of the given rows of a dense [N, columns] matrix or of MXFP4 codes and scales."""
-    if FP4:
+    """Columns `start .. start + K` of the given rows of a dense [N, columns] matrix or of MXFP4 codes and scales.
+
+    FP4: how a tile is made, see `ops/mxfp4/triton.py`.
+    """
+    if FP4 >= 2:
+        tl.static_assert(EVEN and K == 128)
+        return arranged_tile(w, scale, row, start, columns, FP4 == 3)
+    elif FP4 == 1:
         return mxfp4_tile(w, scale, row, start, columns, K, EVEN, DTYPE)
     else:
         k = start + tl.arange(0, K)[None, :]

@@ -13,15 +13,17 @@ from anabranch.ops.experts.triton_products import (
     unstack,
 )
 from anabranch.ops.glu.triton import activate
+from anabranch.ops.mxfp4.triton import arranged_place
 
 
 @triton.jit
-def store_hidden(gate, up, h, place, inside, row0, inner, SITU, BETA, LINEAR_BETA):
-    """glu of [R, T] gate and up products, rounded first, to rows `place` of h."""
+def store_hidden(gate, up, h, place, inside, row0, inner, ARRANGED: tl.constexpr, SITU, BETA, LINEAR_BETA):
+    """glu of [R, T] gate and up products, rounded first, to rows `place` of h, whose columns may be arranged."""
     dtype: tl.constexpr = h.dtype.element_ty
     row = row0 + tl.arange(0, gate.shape[0])
     value = activate(gate.to(dtype), up.to(dtype), SITU, BETA, LINEAR_BETA)
-    at = h + place.to(tl.int64)[None, :] * inner + row[:, None]
+    column = arranged_place(row) if ARRANGED else row
+    at = h + place.to(tl.int64)[None, :] * inner + column[:, None]
     tl.store(at, value, mask=inside[None, :] & (row < inner)[:, None])
 
 
@@ -41,6 +43,7 @@ def gate_up_tile(
     x_stride,
     MODE: tl.constexpr,
     FP4: tl.constexpr,
+    H_ARRANGED: tl.constexpr,
     TOP_K: tl.constexpr,
     SITU: tl.constexpr,
     BETA: tl.constexpr,
@@ -64,14 +67,14 @@ def gate_up_tile(
             *(K, FP4, EVEN, dtype),
         )
         gate, up = unstack(more)
-        store_hidden(gate, up, h, rest, left, row0, inner, SITU, BETA, LINEAR_BETA)
+        store_hidden(gate, up, h, rest, left, row0, inner, H_ARRANGED, SITU, BETA, LINEAR_BETA)
         gate, up = unstack(most)
     else:
         gate, up = pair_product(
             *(weights, scales, width, row0, inner, x, pair // TOP_K, inside, x_stride, 0, width),
             *(R, K, STACKED, FP4, EVEN, dtype),
         )
-    store_hidden(gate, up, h, place, inside, row0, inner, SITU, BETA, LINEAR_BETA)
+    store_hidden(gate, up, h, place, inside, row0, inner, H_ARRANGED, SITU, BETA, LINEAR_BETA)
 
 
 @triton.jit
@@ -88,6 +91,7 @@ def gate_up_sorted(
     width,
     x_stride,
     FP4: tl.constexpr,
+    H_ARRANGED: tl.constexpr,
     TOP_K: tl.constexpr,
     SITU: tl.constexpr,
     BETA: tl.constexpr,
@@ -109,12 +113,12 @@ def gate_up_sorted(
     if TAIL > 0 and held > T:
         gate_up_tile(
             *(x, weights, scales, pairs, h, place, place < end, end, row0, inner, width, x_stride),
-            *(0, FP4, TOP_K, SITU, BETA, LINEAR_BETA, R, K, STACKED, TAIL, EVEN),
+            *(0, FP4, H_ARRANGED, TOP_K, SITU, BETA, LINEAR_BETA, R, K, STACKED, TAIL, EVEN),
         )
     if (held > 0) & (held <= T):
         gate_up_tile(
             *(x, weights, scales, pairs, h, place, place < end, end, row0, inner, width, x_stride),
-            *(0, FP4, TOP_K, SITU, BETA, LINEAR_BETA, R, K, STACKED, 0, EVEN),
+            *(0, FP4, H_ARRANGED, TOP_K, SITU, BETA, LINEAR_BETA, R, K, STACKED, 0, EVEN),
         )
 
 
