@@ -1,44 +1,36 @@
-"""Which token counts the streaming kernels take, and how they are laid out. No layout changes a bit of the result."""
+"""Where the kernels for one token are used, and how they are laid out. No layout changes a bit of the result."""
 
 from dataclasses import dataclass
 
-MOST_TOKENS, MOST_PAIRS = 8, 128  # what the kernels are compiled for
-MOST_WIDTH, MOST_INNER, MOST_ROWS = 3584, 3072, 128  # the last: output columns of a block
-# Of the 228 KB of a multiprocessor, of which every block costs one: a block of either launch side by side, but never
-# two of the first.
-WIDE, NARROW = 116_736, 114_688
-WHOLE = 232_448
+MOST_WARPS, MOST_DOWN_WARPS, MOST_CHOICES, MOST_WIDTH = 20, 28, 32, 7168
+MOST_HIDDEN = 24 * 1024  # elements: hidden rows that a block of the second launch keeps, each in pieces of 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StreamPlan:
+class GemvPlan:
     """How the two launches are laid out.
 
-    A stage of the first ring holds `pairs` rows of gate and of up; `batch` pieces are summed at a time. A block of the
-    first launch has `wide_bytes` of shared memory, one of the second `narrow_bytes`. `ahead`: the shared expert's
-    weights are asked for before the router has ended. `trigger`: row pairs that a block of the first launch has still
-    to ask for when the second may start. `blocks`: None is one on each multiprocessor. `chained`: a launch may start
-    while the kernel before it runs.
+    `warps`: of a block of the first launch, each with one row of gate and of up under way. `down_warps`: of a block of
+    the second, each with one output column; None is as many as one block on each multiprocessor takes. `early`: the
+    second launch may start at once, not when the first one's last rows are under way. `prefetch`: experts whose rows
+    of the second launch are fetched into L2 meanwhile, beside the two that wait in registers. `ahead`: the shared
+    expert's first rows are asked for before the router has ended. `blocks`: of the first launch, None is one on each
+    multiprocessor. `chained`: a launch may start while the kernel before it runs.
     """
 
-    pairs: int = 2
-    batch: int = 4
-    wide_bytes: int = WIDE
-    narrow_bytes: int = NARROW
+    warps: int = 12
+    down_warps: int | None = None
+    early: bool = True
+    prefetch: int = 2
     ahead: bool = False
-    trigger: int = 0
     blocks: int | None = None
     chained: bool = True
 
     def __post_init__(self) -> None:
-        assert 1 <= self.pairs <= 8, "a tile has 16 rows, half of them of gate"
-        assert 1 <= self.batch <= 8, "the kernels keep a note of 8 pieces"
+        assert 1 <= self.warps <= MOST_WARPS, "of 96 registers a thread"
+        assert 1 <= (self.down_warps or 1) <= MOST_DOWN_WARPS, "of 64 registers a thread"
 
 
-# most tokens -> plan; above, the tiles of ops/experts/plan.py
-_PLANS: tuple[tuple[int, StreamPlan], ...] = ((MOST_TOKENS, StreamPlan()),)
-
-
-def choose_stream(tokens: int) -> StreamPlan | None:
-    """The plan for this many tokens, None where the tiles are faster."""
-    return next((plan for most, plan in _PLANS if tokens <= most), None)
+def choose_gemv(inner: int) -> GemvPlan | None:
+    """The plan for one token and experts of this inner width, None where the tiles are used."""
+    return GemvPlan() if inner >= 1024 else None

@@ -17,7 +17,7 @@ EXPERT_FFN = OpSpec(
     outputs={"y": "model dtype: [T, V] = round(routed) + shared, or with `latent` [T, W + V] routed | shared"},
     constraints=(
         "triton: the bits of the chain routed_experts, linear, glu, linear, add, where linear sums K in segments",
-        "cuda, up to 8 tokens: rounded where the reference is; a token's bits depend on nothing but itself",
+        "cuda, one token: rounded where the reference is; no plan changes a bit",
     ),
     equality=tolerance(2e-6, 1.5e-2),
     source="model_spec section 6.3",

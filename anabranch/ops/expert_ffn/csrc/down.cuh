@@ -1,156 +1,112 @@
-// Second launch: a CTA owns some output columns, that is some rows of every down matrix, for all tokens: so the
-// weighted sum over a token's experts never leaves it. Weights are asked for while the first launch still runs.
+// Second launch: a warp owns an output column, that is one row of every wanted down matrix, so the weighted sum never
+// leaves it. Its first weights are asked for while the first launch still runs.
 #pragma once
-#include "stream.cuh"
+#include "gemv.cuh"
+
+constexpr int ROW_CHUNKS = 4, ROWS = 2;  // of a row, and rows of different experts, in registers at once
+constexpr int DOWN_REGISTERS = 64;
 
 struct DownParams {
   Routing routing;
-  Layout layout;
-  const float* weights;            // [tokens, top_k]
+  const float* weights;            // [top_k]
   const uint16_t *h, *w, *shared;  // h: see gate_up.cuh; w [E, width, inner], shared [width, shared_inner] or null
-  uint16_t* y;                     // [tokens, width]
-  int64_t y_stride;
-  int width, inner, shared_inner, pitch, slots;
+  uint16_t* y;                     // [width]
+  int width, inner, shared_inner, pitch, warps;
+  int prefetch;  // experts behind the first ROWS whose row goes to L2 while the first launch runs
 };
 
-// The CTA's rows of every wanted expert in ascending order, then of the shared one.
-struct RowWalk {
-  int most, begin, end, found, all, index = 0, row;
-  DEV RowWalk(const DownParams& p, int begin, int end, int found)
-      : most(p.layout.most), begin(begin), end(end), found(found),
-        all(begin == end ? 0 : found + (p.shared != nullptr)), row(begin) {}
-  DEV bool next(Piece& p) {
-    if (row == end) index++, row = begin;
-    if (index >= all) return false;
-    p = {index < found ? index : -1, row, lesser(most, end - row)};
-    row += p.rows;
-    return true;
+// Lane r has the r-th local expert in ascending order.
+struct Ranked {
+  int found = 0, expert = 0, choice = 0;
+  float weight = 0.f;
+  DEV Ranked(const Routing& r, const float* weights) {
+    const int mine = local_choice(r);
+    const float value = lane_id() < r.top_k ? load_early(weights + lane_id()) : 0.f;
+    int rank = 0;
+    for (int i = 0; i < r.top_k; i++) {
+      const int other = shuffle(mine, i);
+      found += other >= 0;
+      rank += other >= 0 && (other < mine || (other == mine && i < lane_id()));
+    }
+    if (mine < 0) rank = -1;
+    for (int i = 0; i < r.top_k; i++) {
+      const int at = shuffle(rank, i), e = shuffle(mine, i);
+      const float v = shuffle(value, i);
+      if (at == lane_id()) expert = e, choice = i, weight = v;
+    }
   }
 };
 
-// N: steps of a warp. HELD: elements of the output that a thread sums.
-template <int N, int HELD>
-struct Down {
+// The warp's row of every expert that is wanted.
+struct Column {
   const DownParams& p;
-  Smem& s;
-  const Ring ring;
-  const Parts parts;
-  const int begin, end;
-  float sum[HELD] = {}, own[HELD] = {};
-  static constexpr bool AHEAD = N <= 4;  // the next expert's hidden rows wait in registers, where there are enough
+  const Ranked& ranked;
+  const int row;
 
-  DEV Down(const DownParams& p, Smem& s, float* parts_at, char* slots_at)
-      : p(p), s(s), ring(s, slots_at, p.layout), parts{parts_at, p.layout.batch, p.layout.most, p.layout.lanes},
-        begin(cut(p.width, blockIdx.x, gridDim.x)), end(cut(p.width, blockIdx.x + 1, gridDim.x)) {}
-
-  DEV int columns(int expert) const { return expert < 0 ? p.shared_inner : p.inner; }
-
-  DEV void fetch(const Piece& piece, Turn& turn) const {
-    const int inner = columns(piece.expert);
-    const uint16_t* w =
-        piece.expert < 0 ? p.shared : p.w + (int64_t)s.chosen.expert[piece.expert] * p.width * p.inner;
-    const uint32_t bytes = piece.rows * inner * 2, to = ring.claim(turn, piece, bytes);
-    copy_weights(to, w + (int64_t)piece.row * inner, bytes, ring.landed(turn));
-    turn.next();
+  // Of the index-th expert; behind the last comes the shared one, then nothing.
+  DEV int columns(int index) const {
+    return index < ranked.found ? p.inner : index == ranked.found && p.shared != nullptr ? p.shared_inner : 0;
   }
-
-  // Of the index-th expert of the list; behind the last comes the shared one.
-  template <int M>
-  DEV void load_hidden(uint4 (&b)[M], int index, int found) const {
-    const int token = threadIdx.x % 32 / 4, expert = index < found ? index : -1;
-    const bool known = (expert >= 0 || p.shared != nullptr) && token < p.routing.tokens;
-    const bool there = known && takes(s.chosen, expert, token);
-    const int64_t row = (int64_t)(expert < 0 ? p.slots : expert) * p.routing.tokens + token;
-    load_token(b, p.h + row * p.pitch, there, Steps(columns(expert), threadIdx.x / 32));
-  }
-
-  DEV void consume(int found) {
-    const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4;
-    uint4 b[N], later[AHEAD ? N : 1];
-    if constexpr (AHEAD) load_hidden(later, 0, found);
-    Turn turn(p.layout.stages);
-    Piece piece;
-    int side = 0, n = 0;
-    while (true) {
-      const char* slot = ring.await(turn, piece);
-      if (piece.rows == 0) break;
-      if (piece.row == begin) {
-        if constexpr (AHEAD) {
-#pragma unroll
-          for (int i = 0; i < N; i++) b[i] = later[i];
-          if (piece.expert >= 0) load_hidden(later, piece.expert + 1, found);
-        } else {
-          load_hidden(b, piece.expert < 0 ? found : piece.expert, found);
-        }
-      }
-      const int last = piece.rows - 1, row_bytes = columns(piece.expert) * 2;
-      float c[4];
-      product(c, slot + lesser(g, last) * row_bytes, slot + lesser(g + 8, last) * row_bytes, b,
-              Steps(columns(piece.expert), warp));
-      ring.release(turn);
-      float* tile = parts.of(side, n, warp);
-      if (g <= last) parts.keep(tile, g, c[0], c[1]);
-      if (g + 8 <= last) parts.keep(tile, g + 8, c[2], c[3]);
-      if (threadIdx.x == 0) s.done[side][n] = piece;
-      if (++n == p.layout.batch) add(side, n), side ^= 1, n = 0;
-    }
-    if (n) add(side, n);
-    store();
-  }
-
-  DEV int token_of(int i) const { return (threadIdx.x + i * CONSUMERS) & (p.layout.lanes - 1); }
-  DEV int row_of(int i) const { return (int)(threadIdx.x + i * CONSUMERS) / p.layout.lanes; }
-
-  // A product and a sum round apart, as in ops/expert_sum.
-  DEV void add(int side, int pieces) {
-    named_barrier(1, CONSUMERS);
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-      const int token = token_of(i);
-      for (int n = 0; n < pieces; n++) {
-        const Piece piece = s.done[side][n];
-        const int row = begin + row_of(i) - piece.row;
-        if (row < 0 || row >= piece.rows || token >= p.routing.tokens) continue;
-        if (!takes(s.chosen, piece.expert, token)) continue;
-        const float value = round_bf16(parts.total(side, n, row, token));
-        if (piece.expert < 0) own[i] = value;
-        else sum[i] = __fadd_rn(sum[i], __fmul_rn(value, s.chosen.weight[piece.expert][token]));
-      }
-    }
-  }
-
-  DEV void store() const {
-#pragma unroll
-    for (int i = 0; i < HELD; i++) {
-      const int row = begin + row_of(i);
-      if (row >= end || token_of(i) >= p.routing.tokens) continue;
-      const float value = round_bf16(sum[i]);
-      const uint16_t y = f32_to_bf16(p.shared != nullptr ? value + own[i] : value);
-      store_result(p.y + token_of(i) * p.y_stride + row, y);
-    }
+  DEV Part part(int index, int column) const {
+    const int expert = shuffle(ranked.expert, index);
+    const uint16_t* at = index < ranked.found ? p.w + ((int64_t)expert * p.width + row) * p.inner
+                                              : p.shared + (int64_t)row * p.shared_inner;
+    return {at + column, row < p.width ? columns(index) - column : 0};
   }
 };
 
-template <int N, int HELD>
-__global__ void __launch_bounds__(THREADS, N <= 4 && HELD == 1 ? 2 : 1)
-    down_kernel(const __grid_constant__ DownParams p) {
-  Smem& s = smem_base<Smem>();
-  float* parts = reinterpret_cast<float*>(&s + 1);
-  char* slots = reinterpret_cast<char*>(parts + 2 * p.layout.batch * WARPS * p.layout.most * p.layout.lanes);
-  Down<N, HELD> work(p, s, parts, slots);
-  const bool fetches = threadIdx.x == CONSUMERS;
-  if (fetches) work.ring.init(p.layout.stages);
-  // the choice was made before the first launch let this one start
-  const int found = list_experts(p.routing, p.weights, s.chosen);
-  if (fetches) {
-    RowWalk walk(p, work.begin, work.end, found);
-    Turn turn(p.layout.stages);
-    Piece piece;
-    while (walk.next(piece)) work.fetch(piece, turn);
-    work.ring.close(turn);
-  } else if (threadIdx.x < CONSUMERS) {
-    wait_for_previous();
-    launch_dependents();
-    work.consume(found);
+// Hidden rows in the order of the experts: [padded][piece / 32][32], zeros behind their columns.
+DEV void load_hidden(uint4* h, const DownParams& p, const Ranked& ranked, const Column& mine, int padded, int piece) {
+  for (int i = threadIdx.x; i < padded * piece; i += p.warps * 32) {
+    const int index = i / piece, column = (i - index * piece) * 8, choice = shuffle(ranked.choice, index);
+    const uint16_t* from = p.h + (index < ranked.found ? choice : p.routing.top_k) * p.pitch + column;
+    h[i] = column < mine.columns(index) ? load_written(from) : make_uint4(0, 0, 0, 0);
   }
+}
+
+__global__ void __maxnreg__(DOWN_REGISTERS) down_kernel(const __grid_constant__ DownParams p) {
+  constexpr int N = ROW_CHUNKS;
+  uint4* h = &smem_base<uint4>();
+  const int most = p.shared_inner > p.inner ? p.shared_inner : p.inner;
+  const int passes = (most + N * CHUNK - 1) / (N * CHUNK);
+  const Ranked ranked(p.routing, p.weights);  // chosen before the first launch let this one start
+  const int padded = (ranked.found + ROWS) / ROWS * ROWS;
+  const Column mine{p, ranked, (int)(threadIdx.x / 32 * gridDim.x + blockIdx.x)};
+  uint4 w[ROWS][N];
+#pragma unroll
+  for (int r = 0; r < ROWS; r++) {
+    const Part part = mine.part(r, lane_id() * 8);
+#pragma unroll
+    for (int i = 0; i < N; i++) w[r][i] = part.ask(i);
+  }
+  for (int n = ROWS; n < ROWS + p.prefetch; n++) {
+    const Part part = mine.part(n, lane_id() * LINE);
+    if (part.left > 0) prefetch_l2(part.at);
+  }
+  wait_for_previous();
+  launch_dependents();
+  load_hidden(h, p, ranked, mine, padded, passes * N * 32);
+  __syncthreads();
+  float sum = 0.f, own = 0.f;
+  for (int base = 0; base < padded; base += ROWS) {
+    float part[ROWS] = {};
+    for (int pass = 0; pass < passes; pass++) {
+      const bool last = pass + 1 == passes;
+#pragma unroll
+      for (int r = 0; r < ROWS; r++) {
+        const uint4* hidden = h + ((base + r) * passes + pass) * N * 32 + lane_id();
+        const Part later = mine.part(base + r + (last ? ROWS : 0), (last ? 0 : pass + 1) * N * CHUNK + lane_id() * 8);
+#pragma unroll
+        for (int i = 0; i < N; i++) part[r] = dot(part[r], w[r][i], hidden[i * 32]), w[r][i] = later.ask(i);
+      }
+    }
+    // a product and a sum round apart, as in ops/expert_sum
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+      const float value = round_bf16(warp_sum(part[r])), weight = shuffle(ranked.weight, base + r);
+      if (base + r < ranked.found) sum = __fadd_rn(sum, __fmul_rn(value, weight));
+      else if (base + r == ranked.found) own = value;
+    }
+  }
+  if (lane_id() == 0 && mine.row < p.width) store_result(p.y + mine.row, f32_to_bf16(round_bf16(sum) + own));
 }

@@ -1,6 +1,6 @@
-"""The experts of one FFN for at most 8 tokens, in two launches of CUDA C++ (csrc/): weights pass through once.
+"""The experts of one FFN for one token, in two launches of CUDA C++ (csrc/): products of matrices with a vector.
 
-See spec.py for shapes. Rows are bf16. Every plan gives the same bits, and a token's do not depend on the others.
+See spec.py for shapes. Rows are bf16. Every plan gives the same bits.
 """
 
 from functools import cache
@@ -10,7 +10,7 @@ import torch
 
 from anabranch.config.model import ActivationConfig
 from anabranch.ops import native
-from anabranch.ops.expert_ffn.plan import MOST_INNER, MOST_PAIRS, MOST_ROWS, MOST_TOKENS, MOST_WIDTH, StreamPlan
+from anabranch.ops.expert_ffn.plan import MOST_CHOICES, MOST_DOWN_WARPS, MOST_HIDDEN, MOST_WIDTH, GemvPlan
 from anabranch.ops.experts.reference import ExpertBank
 
 Matrices = tuple[torch.Tensor, torch.Tensor]
@@ -36,15 +36,12 @@ def refusal(x: torch.Tensor, experts: torch.Tensor, bank: ExpertBank, shared: Ma
             return f"rows of {name} have {t.shape[-1]} columns at {t.data_ptr() % 16} bytes, not multiples of 8 and 16"
         if t is not x and not t.is_contiguous():
             return f"{name} is not dense"
-    if x.stride(1) != 1 or x.stride(0) % 8:
-        return f"x has strides {x.stride()}, not a pitch of a multiple of 8"
-    (tokens, width), inner = x.shape, max(m.shape[-1] for name, m in matrices.items() if name.endswith("down"))
-    if not 1 <= tokens <= MOST_TOKENS or experts.numel() > MOST_PAIRS:
-        return f"{tokens} tokens of {experts.numel()} pairs, not up to {MOST_TOKENS} of {MOST_PAIRS}"
-    if width > MOST_WIDTH or inner > MOST_INNER:
-        return f"width {width} and inner width {inner}, not up to {MOST_WIDTH} and {MOST_INNER}"
-    if x.is_cuda and width > MOST_ROWS * _multiprocessors(x.get_device()):
-        return f"width {width} is too much for {_multiprocessors(x.get_device())} multiprocessors"
+    (tokens, top_k), width = experts.shape, x.shape[1]
+    if tokens != 1 or x.stride(1) != 1:
+        return f"{tokens} tokens with strides {x.stride()}, not one dense token"
+    inner = max(m.shape[-1] for name, m in matrices.items() if name.endswith("down"))
+    if width > MOST_WIDTH or top_k > MOST_CHOICES or (top_k + 2) * -(-inner // 1024) * 1024 > MOST_HIDDEN:
+        return f"width {width} and {top_k} experts of {inner} columns, not up to {MOST_WIDTH} and {MOST_HIDDEN} in all"
     return None
 
 
@@ -55,9 +52,9 @@ def expert_ffn(
     bank: ExpertBank,
     activation: ActivationConfig,
     shared: Matrices | None,
-    plan: StreamPlan,
+    plan: GemvPlan,
 ) -> torch.Tensor:
-    """round(routed) + shared: [T, V].
+    """round(routed) + shared: [1, V].
 
     Raises:
         ValueError: inputs that the kernels were not made for; the message names the value.
@@ -65,13 +62,12 @@ def expert_ffn(
     if why := refusal(x, experts, bank, shared):
         raise ValueError(f"expert_ffn: {why}")
     store: Any = bank
-    w13, w2, (tokens, top_k) = store.w13, store.w2, experts.shape
+    w13, w2 = store.w13, store.w2
     gate_up, down = shared or (None, None)
-    slots = min(tokens * top_k, bank.count)
     pitch = max(w2.shape[2], 0 if down is None else down.shape[1])
-    h = torch.empty((slots + 1, tokens, pitch), dtype=x.dtype, device=x.device)
+    h = torch.empty((experts.shape[1] + 1, pitch), dtype=x.dtype, device=x.device)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    experts, weights, call = experts.contiguous(), weights.contiguous(), _call(plan, bank, slots, x)
+    experts, weights, call = experts.contiguous(), weights.contiguous(), _call(plan, bank, x)
     situ, caps = activation.name == "situ", (activation.beta, activation.linear_beta or 0.0)
     module = native.load("expert_ffn")
     module.gate_up(x, w13, experts, gate_up, h, call, situ, *caps)
@@ -79,11 +75,12 @@ def expert_ffn(
     return y
 
 
-def _call(plan: StreamPlan, bank: ExpertBank, slots: int, x: torch.Tensor) -> Any:
+def _call(plan: GemvPlan, bank: ExpertBank, x: torch.Tensor) -> Any:
     """The launch parameters, in the order of the struct in expert_ffn.cu."""
     from tvm_ffi import Shape
 
-    blocks = plan.blocks or _multiprocessors(x.get_device())
-    flags = (blocks, int(plan.chained), int(plan.ahead), plan.trigger)
-    sizes = (plan.pairs, plan.batch, plan.wide_bytes, plan.narrow_bytes)
-    return Shape((bank.first, bank.count, slots, *flags, *sizes))
+    blocks, width = plan.blocks or _multiprocessors(x.get_device()), x.shape[1]
+    down_warps = plan.down_warps or min(MOST_DOWN_WARPS, -(-width // blocks))
+    down_blocks = max(blocks, -(-width // down_warps))
+    flags = (int(plan.chained), int(plan.ahead), int(plan.early), plan.prefetch)
+    return Shape((bank.first, bank.count, blocks, *flags, plan.warps, down_warps, down_blocks))

@@ -1,0 +1,40 @@
+"""One token's experts compiled for an H200: nothing spills, and a block of each launch fits one multiprocessor."""
+
+import re
+
+import pytest
+
+from anabranch.ops import native
+from anabranch.ops.expert_ffn.plan import MOST_DOWN_WARPS, MOST_WARPS, GemvPlan
+
+QUARTER = 16_384  # registers of a quarter of a multiprocessor, where every fourth warp of a block goes
+SHARED = 64 * 1024  # what the launches ask for, of which a block loses one KB
+
+
+def taken(registers: int, warps: int) -> int:
+    """Registers of the fullest quarter."""
+    return -(-warps // 4) * -(-registers // 8) * 8 * 32
+
+
+@pytest.mark.skipif(native.nvcc() is None, reason="no nvcc")
+def test_nothing_spills_and_both_launches_fit_side_by_side(monkeypatch, tmp_path):
+    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path))
+    library, report = native.build("expert_ffn")
+    assert library.exists()
+    pattern = r"entry function '(\S+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
+    found = re.findall(pattern, report, re.DOTALL)
+    assert len(found) == 3
+    for name, stores, loads, _ in found:
+        assert int(stores) + int(loads) == 0, name
+    wide = max(int(used) for name, _, _, used in found if "gate_up" in name)
+    (narrow,) = [int(used) for name, _, _, used in found if "down" in name]
+    assert taken(wide, GemvPlan().warps) + taken(narrow, -(-2304 // 132)) <= QUARTER
+    assert taken(wide, MOST_WARPS) <= QUARTER
+    assert taken(narrow, MOST_DOWN_WARPS) <= QUARTER
+
+
+def test_no_multiprocessor_gets_two_blocks_of_the_first_launch_beside_one_that_gets_none():
+    source = (native.OPS / "expert_ffn/csrc/gate_up.cuh").read_text()
+    (wide,) = re.findall(r"PAIR_SHARED = (\d+) \* 1024", source)
+    first, second = (int(wide) + 1) * 1024, 10 * 1024 * 2 + 1024  # the latter: 9 hidden rows and one of zeros
+    assert first + second <= SHARED < 2 * first
