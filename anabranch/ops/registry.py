@@ -24,7 +24,8 @@ class Ops:
 
     `kda_step`, `kda_inputs`, `mla_step` or `expert_ffn` None: the layer runs the operations that it would fuse.
     `prefill_layout` is what kda_prefill wants of kda_inputs; where that is "grouped", `kda_prompt` is its form that
-    norms and gates for itself.
+    norms and gates for itself. `prefill_saves`: both forms take `saves`, and `conv_save` keeps the rows that go with a
+    state.
     """
 
     linear: Op
@@ -55,9 +56,13 @@ class Ops:
     pick: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     prefill_layout: str = "normed"
     kda_prompt: Op | None = None
+    prefill_saves: bool = False
+    conv_save: Callable[..., None] | None = None
 
 
-OP_NAMES = tuple(f.name for f in fields(Ops) if f.name not in ("prefill_layout", "kda_prompt"))
+# what goes with the implementation of another operation, and is not chosen
+_WITH_ANOTHER = ("prefill_layout", "kda_prompt", "prefill_saves", "conv_save")
+OP_NAMES = tuple(f.name for f in fields(Ops) if f.name not in _WITH_ANOTHER)
 
 _FOLDERS = {
     "batched_linear": "linear",
@@ -86,7 +91,7 @@ class Implementation:
     `batch_invariant`: a row's bits do not depend on the other rows, so deterministic mode may use it. `fits` says
     whether a model's shapes are ones it was made for, `dtypes` names the model dtypes it computes in. `native` is the
     folder whose CUDA C++ it loads: it needs a Hopper GPU and a built or buildable library. `layout`: what a prefill
-    kernel reads (ops/kda_inputs).
+    kernel reads (ops/kda_inputs); `saves`: it stores states on the way through a prompt.
     """
 
     name: str
@@ -97,6 +102,7 @@ class Implementation:
     fits: Callable[[ModelConfig], Verdict] | None = None
     native: str | None = None
     layout: str = "normed"
+    saves: bool = False
 
     def verdict(
         self,
@@ -180,14 +186,14 @@ def _ungrouped(config: ModelConfig) -> Verdict:
     )
 
 
-def _streamed(config: ModelConfig) -> Verdict:
+def _plain_experts(config: ModelConfig) -> Verdict:
     moe = config.moe
     if moe is None or config.expert_format == "mxfp4" or moe.latent_size:
         return Verdict(False, "needs plain experts of the hidden width")
     width, inner = config.hidden_size, moe.intermediate_size
-    if width % 8 or inner % 8 or width > 3584:
-        return Verdict(False, f"needs multiples of 8, hidden_size up to 3584; they are {width} and {inner}")
-    return Verdict(True, "up to 8 tokens streamed, above in tiles")
+    if width % 8 or inner % 8 or width > 7168:
+        return Verdict(False, f"needs multiples of 8, hidden_size up to 7168; they are {width} and {inner}")
+    return Verdict(True, "one token in products with a vector, more in tiles")
 
 
 _REFERENCE = Implementation(name="reference")
@@ -263,6 +269,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             dtypes=(torch.bfloat16,),
             fits=_heads_of_128,
             layout="grouped",
+            saves=True,
         ),
         Implementation(
             name="chunked",
@@ -271,6 +278,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             dtypes=(torch.bfloat16,),
             fits=_heads_of_128,
             layout="grouped",
+            saves=True,
         ),
         Implementation(
             name="fla",
@@ -289,13 +297,14 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             layout="grouped",
         ),
         _triton(_kda_heads),
-        _REFERENCE,
+        Implementation(name="reference", saves=True),
         _DETERMINISTIC,
     ),
     # its bits differ from those of prompt tokens, which run the chain
     "kda_step": (
         Implementation(name="cuda", device="cuda", native="kda_step", dtypes=(torch.bfloat16,), fits=_heads_of_128),
         _triton(_four_taps, batch_invariant=False),
+        Implementation(name="cpu", device="cpu"),
         Implementation(name="chain", batch_invariant=True),
         Implementation(name="reference", device="cpu"),  # only by name: a step that takes f_b on a CPU
     ),
@@ -316,10 +325,10 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         Implementation(name="chain", batch_invariant=True),
     ),
     "sigmoid_gate": (_triton(), _INVARIANT_REFERENCE),
-    "glu": (_triton(), _INVARIANT_REFERENCE),
+    "glu": (_triton(), _REFERENCE, _DETERMINISTIC),
     "route": (_triton(_ungrouped), _REFERENCE, _DETERMINISTIC),
     "routed_experts": (_triton(), _REFERENCE, _DETERMINISTIC),
-    # up to 8 tokens its bits are not those of prompt tokens
+    # the bits of one token are not those of prompt tokens
     "expert_ffn": (
         Implementation(
             name="cuda",
@@ -327,7 +336,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             package="triton",
             native="expert_ffn",
             dtypes=(torch.bfloat16,),
-            fits=_streamed,
+            fits=_plain_experts,
         ),
         _triton(),
         Implementation(name="chain", batch_invariant=True),
@@ -377,9 +386,14 @@ def select(
                 pair = f"op {one}={chosen[one][0]} with {other}={chosen[other][0]}"
                 raise ValueError(f"{pair}: deterministic mode needs the same implementation for both")
     functions = {name: _load(name, implementation) for name, (implementation, _) in chosen.items()}
-    layout = next(i.layout for i in IMPLEMENTATIONS["kda_prefill"] if i.name == chosen["kda_prefill"][0])
-    prompt = _load("kda_prefill", chosen["kda_prefill"][0], "kda_prompt") if layout == "grouped" else None
-    return Selection(ops=Ops(**functions, prefill_layout=layout, kda_prompt=prompt), chosen=chosen)
+    prefill = next(i for i in IMPLEMENTATIONS["kda_prefill"] if i.name == chosen["kda_prefill"][0])
+    beside = {
+        "prefill_layout": prefill.layout,
+        "kda_prompt": _load("kda_prefill", prefill.name, "kda_prompt") if prefill.layout == "grouped" else None,
+        "prefill_saves": prefill.saves,
+        "conv_save": _load("conv", chosen["conv"][0], "save_rows"),
+    }
+    return Selection(ops=Ops(**functions, **beside), chosen=chosen)
 
 
 def _choose(

@@ -145,7 +145,7 @@ def test_deterministic_mode_and_a_cpu_refuse_it_with_the_reason(tmp_path):
     init_checkpoint("k3", tmp_path)
     for options, reason in (
         ({"deterministic": True}, "deterministic mode decodes by the operations of prompts, which take no f_b"),
-        ({}, "f_b inside the decode step needs kda_step=cuda or reference, here it is chain"),
+        ({}, "f_b inside the decode step needs kda_step=cuda or reference, here it is cpu"),
     ):
         with pytest.raises(ValueError, match="fusion kda=deferred cannot be honoured") as caught:
             LLM(tmp_path, max_seqs=1, max_len=64, fusion=DEFERRED, **options)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.ops.conv.reference import conv
-from anabranch.ops.conv.spec import CONV
+from anabranch.ops.conv.reference import conv, save_rows
+from anabranch.ops.conv.spec import CONV, CONV_SAVE
 from anabranch.ops.segments import Segments
 
 C, K = 6, 4
@@ -93,3 +93,14 @@ def test_strided_rows_in_bf16():
     y = conv(wide[:, C:], Segments.of([9]), torch.tensor([0]), pool, w)
     assert y.dtype == torch.bfloat16
     CONV.equality.check(y, whole(wide[:, C:].float(), w).bfloat16())
+
+
+def test_windows_are_saved_on_the_way():
+    x, pool = torch.randn(20, 2 * C)[:, :C], torch.full((5, K - 1, C), torch.nan)
+    save_rows(x, torch.tensor([4, -1, 1]), torch.tensor([3, 999, 17]), pool)
+    CONV_SAVE.equality.check(pool[4], x[:3].contiguous())
+    CONV_SAVE.equality.check(pool[1], x[14:17].contiguous())
+    assert pool[[0, 2, 3]].isnan().all()
+    ending = torch.zeros(1, K - 1, C)
+    conv(x[:17], Segments.of([17]), torch.tensor([0]), ending, torch.randn(C, K))
+    assert torch.equal(ending[0], pool[1])

@@ -10,7 +10,7 @@ from anabranch.ops.arithmetic import fold_sum, sigmoid, silu, softplus
 from anabranch.ops.attn_residual.deterministic import residual_norm
 from anabranch.ops.conv.reference import conv
 from anabranch.ops.experts.deterministic import routed_experts
-from anabranch.ops.glu.reference import glu
+from anabranch.ops.glu.deterministic import glu
 from anabranch.ops.kda_decode.deterministic import kda_decode
 from anabranch.ops.kda_prefill.deterministic import kda_prefill
 from anabranch.ops.kda_prefill.spec import KDA_PREFILL

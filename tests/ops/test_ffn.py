@@ -98,7 +98,7 @@ class Bank:
     def __init__(self, first: int, count: int) -> None:
         torch.manual_seed(3)
         self.w13, self.w2 = torch.randn(6, 10, 7), torch.randn(6, 7, 5)
-        self.first, self.count = first, count
+        self.first, self.count, self.total = first, count, 6
 
     def gate_up(self, expert: int) -> torch.Tensor:
         return self.w13[self.first + expert]

@@ -151,3 +151,20 @@ def test_l2_eps_is_added_to_the_sum():
     x = torch.full((1, 1, 128), 1e-4)
     want = 1e-4 / (128 * 1e-8 + 1e-6) ** 0.5
     torch.testing.assert_close(l2_norm(x), torch.full_like(x, want), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_state_is_that_of_a_prompt_which_ends_there(dtype):
+    """Segments of 150, 64, 70 (without a slot) and 1 token have 3, 1, 2 and 1 chunks."""
+    lengths, slots = [150, 64, 70, 1], torch.tensor([2, 0, -1, 5])
+    rows, state = tokens(sum(lengths)), torch.randn(9, H, D, D).to(dtype)
+    want, before = state.clone(), state.clone()
+    saves = torch.tensor([-1, 7, -1, 8, 1, -1, 3])
+    got = kda_prefill(*rows, Segments.of(lengths), slots, state, saves)
+    out = kda_prefill(*rows, Segments.of(lengths), slots, want)
+    torch.testing.assert_close(got, out, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-2)
+    for slot, first, end, target in ((2, 0, 128, 7), (0, 150, 214, 8), (5, 284, 285, 3)):
+        alone = before.clone()
+        kda_prefill(*(t[first:end] for t in rows), Segments.of([end - first]), torch.tensor([slot]), alone)
+        assert torch.equal(alone[slot], state[target])
+    assert torch.equal(state[[1, 4, 6]], before[[1, 4, 6]])

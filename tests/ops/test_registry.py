@@ -20,9 +20,11 @@ def test_every_operation_runs_on_a_cpu_in_both_modes():
     for deterministic in (False, True):
         selection = select(CONFIG, CPU, deterministic=deterministic)
         assert all(callable(getattr(selection.ops, name)) for name in OP_NAMES if name not in OPTIONAL)
-        assert all(selection.chosen[name][0] == "chain" and getattr(selection.ops, name) is None for name in OPTIONAL)
+        chain = [name for name in OPTIONAL if selection.chosen[name][0] == "chain"]
+        assert chain == [name for name in OPTIONAL if deterministic or name != "kda_step"]
+        assert all(getattr(selection.ops, name) is None for name in chain)
     normal, fixed = select(CONFIG, CPU).chosen, select(CONFIG, CPU, deterministic=True).chosen
-    assert normal["linear"][0] == "reference"
+    assert (normal["linear"][0], normal["kda_step"][0]) == ("reference", "cpu")
     assert fixed["linear"] == (
         "deterministic",
         "first that fits; skinny: not batch-invariant; reference: not batch-invariant; segmented: needs cuda; "
@@ -102,3 +104,12 @@ def test_native_kernels_are_refused_with_the_device_and_the_shape(monkeypatch):
     assert native.verdict(CONFIG, CUDA, False).reason == "needs the KDA head_dim to be 128, it is 16"
     monkeypatch.setattr("anabranch.ops.native.verdict", lambda folder: Verdict(False, "needs nvcc"))
     assert native.verdict(None, CUDA, False).reason == "needs nvcc"
+
+
+def test_who_saves_states_on_the_way():
+    saving = [i.name for i in IMPLEMENTATIONS["kda_prefill"] if i.saves]
+    assert saving == ["cuda", "chunked", "reference"]
+    normal = select(CONFIG, CPU).ops
+    assert normal.prefill_saves
+    assert callable(normal.conv_save)
+    assert not select(CONFIG, CPU, deterministic=True).ops.prefill_saves

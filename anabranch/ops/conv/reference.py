@@ -33,6 +33,13 @@ def conv(
     return y
 
 
+def save_rows(x: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, pool: torch.Tensor) -> None:
+    """The K-1 raw rows before each of `ends` go to a slot. See CONV_SAVE in spec.py."""
+    live = slots >= 0
+    rows = ends[live, None] + torch.arange(-pool.shape[1], 0, device=x.device)
+    pool[slots[live]] = x[rows].to(pool.dtype)
+
+
 def _tokens(x: torch.Tensor, slots: torch.Tensor, pool: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The same for one token of every slot, in fewer steps."""
     window = torch.cat([pool.index_select(0, slots).type_as(x), x.unsqueeze(1)], 1)

@@ -1,6 +1,6 @@
 """Contract of the short convolution. T packed tokens of B segments, C channels (q|k|v), K taps."""
 
-from anabranch.ops.spec import OpSpec, tolerance
+from anabranch.ops.spec import BITWISE, OpSpec, tolerance
 
 CONV = OpSpec(
     name="conv",
@@ -14,5 +14,20 @@ CONV = OpSpec(
     outputs={"y": "model dtype [T, C], dense"},
     constraints=("accumulate and SiLU in fp32, one rounding", "a slot appears at most once in a batch"),
     equality=tolerance(1e-6, 8e-3),
+    source="model_spec section 4.2",
+)
+
+# the window that a prompt which ended there would leave, while the prompt goes on
+CONV_SAVE = OpSpec(
+    name="conv_save",
+    inputs={
+        "x": "as in CONV",
+        "slots": "int64 [S], dense: the slot that takes a window; -1 is none",
+        "ends": "int64 [S], dense: rows of x before and in it; at least K-1 of them belong to its segment",
+        "pool": "as in CONV; updated in place",
+    },
+    outputs={},
+    constraints=("no slot takes two windows, and none is one that the batch reads",),
+    equality=BITWISE,
     source="model_spec section 4.2",
 )

@@ -83,6 +83,26 @@ def replace_history(x: torch.Tensor, segments: Segments, slots: torch.Tensor, po
     _replace_history[grid](x, segments.offsets, slots, pool, *numbers, **block)
 
 
+def save_rows(x: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, pool: torch.Tensor) -> None:
+    """The K-1 raw rows before each of `ends` go to a slot. See CONV_SAVE in spec.py."""
+    channels = x.shape[1]
+    grid = (triton.cdiv(channels, CHANNELS), len(slots))
+    strides = (channels, x.stride(0), pool.stride(0))
+    _save_rows[grid](x, slots, ends, pool, *strides, KEPT=pool.shape[1], CHANNELS=CHANNELS, num_warps=WARPS)
+
+
+@triton.jit
+def _save_rows(x, slots, ends, pool, C, x_stride, pool_pitch, KEPT: tl.constexpr, CHANNELS: tl.constexpr):
+    """One row of programs a window."""
+    c, n = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(1)
+    slot = tl.load(slots + n)
+    if slot >= 0:
+        first = tl.load(ends + n) - KEPT
+        for i in tl.static_range(KEPT):
+            row = tl.load(x + (first + i) * x_stride + c, c < C)
+            tl.store(pool + slot * pool_pitch + i * C + c, row, c < C)
+
+
 @triton.jit
 def _keep(x, pool, start, end, slot, live, c, x_stride, pool_pitch, C, TAPS: tl.constexpr):
     """Write the last TAPS-1 rows of (history, segment) over the history. All of start, end, slot, live are [row]."""

@@ -87,6 +87,8 @@ def _preferred(tile: int, rows: int, device: Clusters) -> list[tuple[int, int, i
         return [(2, 128, 1 if rows <= device.quads * 2 * ROWS else 2, 1)]
     if tile == 64:
         return [(1, 64, 1 if rows <= device.pairs * ROWS else 2, 1)]
+    if tile > 8 and rows <= device.pairs * ROWS:  # a tile fills one warpgroup; a second would double the products
+        return [(1, tile, 1, 1), (1, tile, 2, 1)]
     high = rows > device.pairs * 2 * ROWS  # one pass of four warpgroups rather than two of two
     return [(1, tile, 4 if high else 2, kb) for kb in (2, 1)] + [(1, tile, 1, 1)]
 

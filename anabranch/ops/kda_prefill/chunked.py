@@ -48,11 +48,12 @@ def kda_prefill(
     segments: Segments,
     slots: torch.Tensor,
     state: torch.Tensor,
+    saves: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See spec.py; D is 128. q and k are rounded to bf16 here, as every product takes bf16 operands."""
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     for part in turns(v.shape[1], v.shape[2], segments):
-        call = Prefill(v[:, part], o[:, part], segments, slots, state[:, part])
+        call = Prefill(v[:, part], o[:, part], segments, slots, state[:, part], saves)
         call.run(q[:, part], k[:, part], g[:, part], beta[:, part])
     return o
 

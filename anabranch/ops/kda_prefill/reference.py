@@ -5,6 +5,8 @@ A_ij = beta_i <k_i, k_j E_ij> (j < i), R_ij = <q_i, k_j E_ij> / sqrt(D) (j <= i)
 u = T (V - (K exp G) S^T), O = (Q exp G) S^T / sqrt(D) + R u, S <- S exp(G_last) + u^T (K exp(G_last - G)).
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -27,19 +29,31 @@ def kda_prefill(
     segments: Segments,
     slots: torch.Tensor,
     state: torch.Tensor,
+    saves: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Outputs of every token; each slot's state continues from the pool and is written back.
 
-    Computed in q's dtype, so that rows in fp64 give the exact map that others are measured against.
+    Computed in q's dtype, so that rows in fp64 give the exact map that others are measured against. A segment is cut
+    where a state is saved, so that this is the state of a prompt which ends there, to the bit.
     """
-    o, end = torch.zeros_like(v), 0
+    o, end, targets = torch.zeros_like(v), 0, iter([] if saves is None else saves.tolist())
     for length, slot in zip(segments.lengths, slots.tolist(), strict=True):
-        part, end = slice(end, end + length), end + length
-        if slot >= 0 and length:
-            out, final = _segment(q[part], k[part], v[part], g[part], beta[part], state[slot].to(q.dtype))
-            o[part] = out.to(v.dtype)
-            state[slot] = final.to(state.dtype)
+        first, end = end, end + length
+        for stop, target in [*_cuts(first, end, targets), (end, -1)]:
+            part, first = slice(first, stop), stop
+            if slot >= 0 and part.start < stop:
+                out, final = _segment(q[part], k[part], v[part], g[part], beta[part], state[slot].to(q.dtype))
+                o[part] = out.to(v.dtype)
+                state[slot] = final.to(state.dtype)
+            if slot >= 0 and target >= 0:
+                state[target] = state[slot]
     return o
+
+
+def _cuts(first: int, end: int, targets: Iterator[int]) -> list[tuple[int, int]]:
+    """(chunk end, slot) for each chunk of a segment whose state is saved; `targets` is read on by its chunks."""
+    ends = [min(start + spec.CHUNK, end) for start in range(first, end, spec.CHUNK)]
+    return [(stop, target) for stop, target in zip(ends, targets, strict=False) if target >= 0]
 
 
 def kda_prompt(
@@ -56,21 +70,9 @@ def kda_prompt(
     slots: torch.Tensor,
     state: torch.Tensor,
 ) -> torch.Tensor:
-    """Norms, gate and strength, then the same; states are saved by cutting the segments where chunks end."""
+    """Norms, gate and strength, then the same."""
     g, beta = log_decay(forget, dt_bias, a_log, lower_bound), sigmoid(beta_logits.float())
-    rows = (l2_norm(q), l2_norm(k), v, g, beta)
-    if saves is None:
-        return kda_prefill(*rows, segments, slots, state)
-    parts, end, targets = [], 0, iter(saves.tolist())
-    for i, length in enumerate(segments.lengths):
-        for first in range(end, end + length, spec.CHUNK):
-            cut, own = slice(first, min(first + spec.CHUNK, end + length)), slots[i : i + 1]
-            piece = Segments.of([cut.stop - cut.start], device=v.device)
-            parts.append(kda_prefill(*(t[cut] for t in rows), segments=piece, slots=own, state=state))
-            if (target := next(targets)) >= 0 and own[0] >= 0:
-                state[target] = state[own[0]]
-        end += length
-    return torch.cat(parts) if parts else torch.empty_like(v)
+    return kda_prefill(l2_norm(q), l2_norm(k), v, g, beta, segments, slots, state, saves)
 
 
 def _segment(

@@ -14,6 +14,7 @@ KDA_PREFILL = OpSpec(
         "segments": "Segments: B segments that make up the T tokens",
         "slots": "int64 [B]; -1 is no slot: state neither read nor written, output zero",
         "state": "fp32 or bf16 [slots, H, D(value), D(key)], V-first; initial state in, final state out",
+        "saves": "as in KDA_PROMPT; implementations that save no states do not take it",
     },
     outputs={"o": "model dtype of v [T, H, D]"},
     constraints=("no exponent above 0 is ever formed", "chunks never cross a segment boundary"),

@@ -16,7 +16,7 @@ def cached_rows(pages: torch.Tensor, block_table: torch.Tensor, length: int) -> 
     """The first `length` cache rows of one sequence, in order: [length, R]."""
     page = pages.shape[1]
     used = block_table[: -(-length // page)]
-    return pages[used].flatten(0, 1)[:length]
+    return pages.index_select(0, used).flatten(0, 1)[:length]
 
 
 def mla_write(
@@ -31,7 +31,7 @@ def mla_write(
     latent, shared = kv.split([weight.shape[0], kv.shape[1] - weight.shape[0]], -1)
     new = torch.cat([rms_norm(latent, weight, eps, total), shared], -1)
     flat = pages.view(-1, pages.shape[-1])
-    flat.index_copy_(0, torch.where(rows >= 0, rows, flat.shape[0] - 1), new.to(pages.dtype))
+    flat.index_copy_(0, rows.remainder(flat.shape[0]), new.to(pages.dtype))  # -1 is the last row
 
 
 def mla_prefill(

@@ -29,4 +29,4 @@ def gated_rms_norm(
 ) -> torch.Tensor:
     """RMSNorm over each head's channels times weight times sigmoid(gate): [T, H, D] -> [T, H*D]."""
     normed = unit_rms(x.float(), eps, total) * weight.float()
-    return (normed.flatten(1) * sigmoid(gate.float())).type_as(x)
+    return (normed.flatten(1) * sigmoid(gate.float(), total)).type_as(x)

@@ -21,7 +21,7 @@ def route(
     """Choose by score + bias (the lower index wins a tie), weigh by the unbiased score; `sync` is not used."""
     logits = linear(x.float(), weight.float())
     if moe.scoring == "sigmoid":
-        scores = sigmoid(logits)
+        scores = sigmoid(logits, total)
     else:
         raised = torch.exp(logits - logits.amax(-1, keepdim=True))
         scores = raised / total(raised).unsqueeze(-1)
