@@ -42,7 +42,7 @@ class Engine:
         self._flight: Flight | None = None
         self.runner, self.eos_ids = runner, frozenset(eos_ids)
         self.limits = Limits(vocab=runner.vocab, context=max_context, cache=runner.cache.pages * PAGE)
-        self.scheduler = Scheduler(cache or runner.cache, prefill_chunk, prefix_cache)
+        self.scheduler = Scheduler(cache or runner.cache, prefill_chunk, prefix_cache, runner.saves)
         self.finished: Counter[str] = Counter()
         self.prompt_tokens = self.generation_tokens = self.nonfinite = 0
 
@@ -81,6 +81,7 @@ class Engine:
         segments = self.scheduler.schedule(ahead=behind is not None)
         if not segments or (behind is not None and waits_for_history(segments)):
             return None
+        self.scheduler.reserve(segments)
         flight = self.runner.launch(segments, behind)
         for request, count in segments:
             self.scheduler.launched(request, count)

@@ -135,6 +135,8 @@ class JointEngine(Engine):
         segments = [self._schedule(dp_rank, engine) for dp_rank, engine in enumerate(self.replicas)]
         if not any(segments) or any(map(waits_for_history, segments)):
             return False
+        for engine, part in zip(self.replicas, segments, strict=True):
+            engine.scheduler.reserve(part)
         turn = self.runner.turn(segments, self.follow)
         for dp_rank, (scribe, part) in enumerate(zip(self._scribes, segments, strict=True)):
             self.fleet.tell(dp_rank, ("step", scribe.step(part, turn), self._kept))

@@ -29,7 +29,7 @@ class Opening(NamedTuple):
 class Part(NamedTuple):
     """One request's share of a step. Pages from index `first_page` on, and tokens, are new since the last time.
 
-    `flying`: tokens of steps before this one that the head has not read yet.
+    `flying`: tokens of steps before this one that the head has not read yet. `saving` as in `Request`.
     """
 
     number: int
@@ -38,6 +38,7 @@ class Part(NamedTuple):
     prefill_until: int
     slot: int
     flying: int
+    saving: tuple[int, int] | None
     first_page: int
     pages: list[int]
     tokens: list[int]
@@ -102,7 +103,7 @@ class Scribe:
         known.pages[same:] = new
         tokens = [s.token for s in r.sampled[known.tokens :]]
         known.tokens += len(tokens)
-        return Part(known.number, n, r.computed, r.prefill_until, r.slot, r.flying, same, new, tokens)
+        return Part(known.number, n, r.computed, r.prefill_until, r.slot, r.flying, r.saving, same, new, tokens)
 
 
 class Shadows:
@@ -123,7 +124,7 @@ class Shadows:
     def _segment(self, part: Part) -> Segment:
         r = self._requests[part.number]
         r.computed, r.prefill_until, r.slot, r.flying = part.computed, part.prefill_until, part.slot, part.flying
-        r.pages[part.first_page :] = part.pages
+        r.saving, r.pages[part.first_page :] = part.saving, part.pages
         # their log probabilities are the head's business
         r.sampled += [Sampled(token, 0.0) for token in part.tokens]
         return r, part.length

@@ -1,9 +1,9 @@
 """CUDA graphs of short prompts from their first token: one request a replay, padded to a ladder of sizes.
 
-A replay must not ask the host for a length. The recurrent layers read where the prompt ends on the device, and take the
-padding for a second segment without a slot, whose outputs are zeros. Attention sees one causal square of the padded
-size: no token looks at what stands behind it. Padding repeats the prompt's tokens, so that it meets no expert of its
-own.
+A replay must not ask the host for a length, nor where a state is saved on the way. The recurrent layers read where the
+prompt ends on the device, and take the padding for a second segment without a slot, whose outputs are zeros. Attention
+sees one causal square of the padded size: no token looks at what stands behind it. Padding repeats the prompt's tokens,
+so that it meets no expert of its own.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from anabranch.engine.cache import PAGE, Cache
 from anabranch.engine.graphs import record
 from anabranch.engine.request import Request
 from anabranch.fusion.plan import Moment
-from anabranch.layers.batch import Batch
+from anabranch.layers.batch import Batch, Saves
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.ops.segments import Segments
 
@@ -63,6 +63,7 @@ class PromptGraphs:
             raise ValueError(f"prompt graph sizes {list(sizes)}: need at least one, all positive multiples of {PAGE}")
         self.model, self.cache, self.device, self.vocab = model, cache, cache.device, vocab
         self.sizes = sorted(set(sizes))
+        self.saves = cache.snapshots > 0 and model.ops.prefill_saves
         self._graphs: dict[int, _Captured] = {}
 
     def fits(self, segments: Sequence[tuple[Request, int]]) -> bool:
@@ -102,10 +103,11 @@ class PromptGraphs:
     def host(self, size: int, request: Request | None = None, count: int = 0) -> torch.Tensor:
         """int64: the fields of a prompt; without one, of a full size of tokens of nobody."""
         buffer = torch.zeros(sum(_places(size)), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        tokens, rows, table, offsets, ends, slots, wanted = (part.numpy() for part in _split(buffer, size))
+        tokens, rows, table, chunks, *rest = (part.numpy() for part in _split(buffer, size))
+        offsets, ends, slots, wanted, kept, cuts = rest
         count = size if request is None else count
         offsets[:3], ends[0], wanted[0] = (0, count, size), count, count - 1
-        slots[:2], rows[:], table[:] = -1, -1, self.cache.pages
+        slots[:2], rows[:], table[:], chunks[:], kept[0] = -1, -1, self.cache.pages, -1, -1
         if request is None:
             tokens[:] = np.arange(size) % self.model.config.vocab_size
         else:
@@ -114,11 +116,15 @@ class PromptGraphs:
             rows[:count] = (pages[:, None] * PAGE + np.arange(PAGE)).ravel()[:count]
             # what padding reads must be finite wherever the request is: pages of its own
             table[:], table[: len(pages)] = pages[0], pages
+            if request.saving is not None:
+                cuts[0], kept[0] = request.saving
+                chunks[cuts[0] // PAGE - 1] = kept[0]
         return buffer
 
     def batch(self, fields: torch.Tensor, size: int) -> Batch:
         """The pass over a padded prompt; host lengths say how much room its segments may take, wherever they end."""
-        tokens, rows, table, offsets, ends, slots, wanted = _split(fields, size)
+        tokens, rows, table, chunks, *rest = _split(fields, size)
+        offsets, ends, slots, wanted, kept, cuts = rest
         whole = torch.tensor([0, size], device=self.device)
         return Batch(
             tokens=tokens,
@@ -130,15 +136,21 @@ class PromptGraphs:
             rows=rows,
             wanted=wanted[:1],
             moment=Moment(size, size, True),
+            saves=Saves(chunks=chunks, slots=kept[:1], ends=cuts[:1]) if self.saves else None,
         )
 
 
 def _places(size: int) -> list[int]:
     """Numbers that each field takes; the short ones take a unit."""
-    table = -(-size // (PAGE * _UNIT)) * _UNIT
-    return [size, size, table, *(_UNIT for _ in ("offsets", "ends", "slots", "wanted"))]
+    table, chunks = (-(-places // _UNIT) * _UNIT for places in (size // PAGE, _chunks(size)))
+    return [size, size, table, chunks, *(_UNIT for _ in ("offsets", "ends", "slots", "wanted", "kept", "cuts"))]
+
+
+def _chunks(size: int) -> int:
+    """Chunks of the longest prompt that leaves a token of padding, and of that."""
+    return size // PAGE + 1
 
 
 def _split(fields: torch.Tensor, size: int) -> list[torch.Tensor]:
-    tokens, rows, table, *rest = fields.split(_places(size))
-    return [tokens, rows, table[: size // PAGE], *rest]
+    tokens, rows, table, chunks, *rest = fields.split(_places(size))
+    return [tokens, rows, table[: size // PAGE], chunks[: _chunks(size)], *rest]

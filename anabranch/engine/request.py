@@ -19,7 +19,8 @@ class Request:
     """Prompt, parameters and progress. `computed` counts tokens whose latent rows and state are in the cache.
 
     `prefill_until`: tokens that are computed as prompt; more than the prompt after a preemption. `node`: where the
-    request hangs on the prefix tree, which owns its first pages.
+    request hangs on the prefix tree, which owns its first pages. `saving`: (depth, snapshot slot) of the state that the
+    step about to be launched leaves on its way; `saved`: states of launched steps that have not landed.
     """
 
     id: int
@@ -36,6 +37,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     node: Node | None = None
     flying: int = 0
+    saving: tuple[int, int] | None = None
     saved: list[Saved] = field(default_factory=list)
     cached_tokens: int = 0
     preemptions: int = 0

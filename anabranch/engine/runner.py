@@ -13,7 +13,7 @@ from anabranch.engine.prompt_graphs import PromptGraphs
 from anabranch.engine.request import Request, TokenLogprob
 from anabranch.engine.sampler import is_greedy, sample, top_logprobs
 from anabranch.fusion.plan import Moment
-from anabranch.layers.batch import Batch
+from anabranch.layers.batch import Batch, Saves
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.ops.segments import Segments
 from anabranch.ops.staging import to_device
@@ -51,6 +51,11 @@ class Runner:
         self.graph_replays: Counter[int] = Counter()
         self.prompt_replays: Counter[int] = Counter()
         self.vocab = min(vocab or model.config.vocab_size, model.config.vocab_size)
+
+    @property
+    def saves(self) -> bool:
+        """Whether prompts can leave states on their way."""
+        return self.model.ops.prefill_saves
 
     def turn(self, replicas: Sequence[Sequence[tuple[Request, int]]], follow: bool = False) -> Turn:
         """How the ranks of several attention replicas take a step together; an idle one computes a row for nobody."""
@@ -181,8 +186,13 @@ class Runner:
             rows=self._tensor(rows),
             wanted=self._tensor(wanted),
             moment=Moment(max(totals), max(totals), False),
+            saves=self._saves(segments[decodes:]),
         )
         return batch, owners
+
+    def _saves(self, prompts: Sequence[tuple[Request, int]]) -> Saves | None:
+        marks = [r.saving and (r.saving[0] - r.computed, r.saving[1]) for r, _ in prompts]
+        return Saves.of([count for _, count in prompts], marks, self.device)
 
     def _idle(self) -> Batch:
         """One token of no request: every rank takes part in what its peers compute."""

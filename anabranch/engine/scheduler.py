@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Iterable
 
 from anabranch.engine.cache import PAGE, CachePools, FreeList, pages_for
 from anabranch.engine.prefix import PrefixCache, Saved
@@ -21,12 +22,13 @@ class Scheduler:
         cache: the pools; this is the only code that hands out their slots and pages.
         prefill_chunk: most prompt tokens in one step.
         prefix_cache: reuse pages and states of earlier requests.
+        saves: a step can leave a state on its way through a prompt, so that no step need end where one is kept.
     """
 
-    def __init__(self, cache: CachePools, prefill_chunk: int, prefix_cache: bool = True) -> None:
+    def __init__(self, cache: CachePools, prefill_chunk: int, prefix_cache: bool = True, saves: bool = False) -> None:
         if prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}: need at least 1")
-        self.cache, self.prefill_chunk = cache, prefill_chunk
+        self.cache, self.prefill_chunk, self.saves = cache, prefill_chunk, saves
         self.slots, self.pages = FreeList(range(cache.slots)), FreeList(range(cache.pages))
         snapshots = FreeList(range(cache.slots, cache.slots + cache.snapshots))
         self.prefix = PrefixCache(self.pages, snapshots) if prefix_cache and cache.snapshots else None
@@ -65,13 +67,28 @@ class Scheduler:
         # a preempted request decodes no more, even if it was admitted again just now
         return [segment for segment in decodes if segment[0].decoding] + prefills
 
+    def reserve(self, segments: Iterable[Segment]) -> None:
+        """Snapshot slots for the states that these segments leave at the last page end on their way.
+
+        To be called right before they are launched: what is scheduled may yet be thrown away.
+        """
+        for request, count in segments:
+            depth = (request.computed + count) // PAGE * PAGE
+            if self.prefix is None or not self._passes(request) or not 0 < depth - request.computed < count:
+                continue
+            if (slot := self.prefix.take_snapshot_slot()) is not None:
+                request.saving = depth, slot
+
     def launched(self, request: Request, count: int) -> None:
         """`count` more tokens of a running request will be in the cache; copy the state where it can be reused.
 
         To be called before another step is launched, which will change the state.
         """
         request.computed += count
-        if self.prefix is None or request.computed % PAGE or request.params.prompt_logprobs is not None:
+        if request.saving is not None:
+            (depth, slot), request.saving = request.saving, None
+            request.saved.append(Saved(depth, slot, self.cache.finite(slot)))
+        if self.prefix is None or request.computed % PAGE or not _keeps(request):
             return
         if (slot := self.prefix.take_snapshot_slot()) is not None:
             self.cache.copy(request.slot, slot)
@@ -79,7 +96,7 @@ class Scheduler:
 
     def landed(self, request: Request, depth: int) -> None:
         """What was launched up to `depth` tokens has been computed, and those tokens are known: share them."""
-        if request.saved and request.saved[0].depth == depth and self.prefix is not None:
+        while request.saved and request.saved[0].depth <= depth and self.prefix is not None:
             self._share(request, request.saved.pop(0), self.prefix)
 
     def release(self, request: Request, poisoned: bool = False) -> None:
@@ -96,8 +113,10 @@ class Scheduler:
         for page in request.pages[owned:]:
             self.pages.give(page)
         if self.prefix is not None:
-            for saved in request.saved:
-                self.prefix.snapshots.give(saved.slot)
+            unused = [] if request.saving is None else [request.saving[1]]
+            for slot in (*unused, *(saved.slot for saved in request.saved)):
+                self.prefix.snapshots.give(slot)
+            request.saving = None
             request.saved.clear()
             if request.node is not None:
                 self.prefix.detach(request.node)
@@ -112,12 +131,20 @@ class Scheduler:
         return count
 
     def _chunk(self, request: Request, budget: int) -> int:
-        """Chunks end on page boundaries where they can, and once on the last one, where the state is worth saving."""
+        """Chunks end on page boundaries where they can, and once on the last one, where the state is worth saving.
+
+        If a step can save it on its way, the last chunk goes to the end.
+        """
         end = min(request.computed + budget, request.prefill_until)
         boundary = end // PAGE * PAGE
-        if boundary > request.computed and (end < request.prefill_until or self.prefix is not None):
+        stops = self.prefix is not None and _keeps(request) and not self._passes(request)
+        if boundary > request.computed and (end < request.prefill_until or stops):
             end = boundary
         return end - request.computed
+
+    def _passes(self, request: Request) -> bool:
+        """Whether a step saves a state on its way: after whole chunks from where it starts, which must be page ends."""
+        return self.saves and request.computed % PAGE == 0 and _keeps(request)
 
     def _admit(self) -> bool:
         """Move the first waiting request to the running ones if a slot and the pages for its tokens can be had."""
@@ -192,3 +219,8 @@ class Scheduler:
             prefix.keep(node, saved.slot)
         else:
             prefix.snapshots.give(saved.slot)
+
+
+def _keeps(request: Request) -> bool:
+    """Whether states of this request are worth saving: one whose prompt is scored is never reused."""
+    return request.params.prompt_logprobs is None

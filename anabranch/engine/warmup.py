@@ -1,10 +1,12 @@
 """Everything that compiles or tunes itself on first use, done before the cache takes the memory that is left."""
 
+from dataclasses import replace
+
 import torch
 
 from anabranch.config.model import ModelConfig
 from anabranch.engine.cache import PAGE, Cache, CacheShape, pages_for
-from anabranch.layers.batch import Batch
+from anabranch.layers.batch import Batch, Saves
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.ops.segments import Segments
 
@@ -21,7 +23,10 @@ def warm_up(model: KimiForCausalLM, shape: CacheShape, *, prefill_chunk: int, ma
     cache = Cache(model.config, model.parallel, shape, slots=1, pages=pages, device=device)
     held = torch.cuda.memory_allocated(device) - before
     for count in (prefill_chunk, 1):
-        model(_batch(model.config, [count], [0], 0, pages, device), cache.layers)
+        batch = _batch(model.config, [count], [0], 0, pages, device)
+        model(batch, cache.layers)
+        if model.ops.prefill_saves:  # kernels that save a state are others than those that do not
+            model(replace(batch, saves=_nowhere(count, device)), cache.layers)
     for size in sorted({1, max_seqs}):
         # one live request, the others without a slot
         model(_batch(model.config, [1] * size, [0] + [-1] * (size - 1), size, pages, device), cache.layers)
@@ -30,6 +35,12 @@ def warm_up(model: KimiForCausalLM, shape: CacheShape, *, prefill_chunk: int, ma
     del cache
     torch.cuda.empty_cache()
     return peak + peak // 10 + GRAPH_RESERVE
+
+
+def _nowhere(tokens: int, device: torch.device) -> Saves:
+    """Everything a prompt may leave on its way, for no slot."""
+    none, chunks = torch.tensor([-1], device=device), -(-tokens // PAGE)
+    return Saves(chunks=none.repeat(chunks), slots=none, ends=torch.zeros_like(none))
 
 
 def _batch(

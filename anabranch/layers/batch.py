@@ -6,7 +6,47 @@ from dataclasses import dataclass
 import torch
 
 from anabranch.fusion.plan import EAGER, Moment
+from anabranch.ops.kda_prefill.spec import CHUNK
 from anabranch.ops.segments import Segments
+from anabranch.ops.staging import to_device
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Saves:
+    """Copies of recurrent memory that prompts leave on their way, each after whole chunks of its segment.
+
+    `chunks` and the other two say the same: the delta rule asks after every chunk, the convolution copies rows.
+    """
+
+    chunks: torch.Tensor  # int64 [N] the slot that takes the state after each chunk of the prompts; -1 is none
+    slots: torch.Tensor  # int64 [S] the slots that take something; -1 is none
+    ends: torch.Tensor  # int64 [S] where that is: tokens since the first prompt token of the batch
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], marks: Sequence[tuple[int, int] | None], device: torch.device | str
+    ) -> "Saves | None":
+        """From host numbers: for each prompt segment (its tokens so far, slot) or None; None if there is none at all.
+
+        Raises:
+            ValueError: a state is wanted where no chunk ends.
+        """
+        chunks: list[int] = []
+        slots, ends, start = [], [], 0
+        for length, mark in zip(lengths, marks, strict=True):
+            row = [-1] * -(-length // CHUNK)
+            if mark is not None:
+                count, slot = mark
+                if count % CHUNK or not 0 < count <= length:
+                    raise ValueError(f"a state after {count} of {length} tokens: need a positive multiple of {CHUNK}")
+                row[count // CHUNK - 1] = slot
+                slots.append(slot)
+                ends.append(start + count)
+            chunks += row
+            start += length
+        if not slots:
+            return None
+        return cls(chunks=to_device(chunks, device), slots=to_device(slots, device), ends=to_device(ends, device))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +67,7 @@ class Batch:
     wanted: torch.Tensor  # int64 [W] tokens whose logits are computed
     moment: Moment = EAGER  # what the choice of a projection path may look at besides T
     counts: tuple[int, ...] | None = None  # T of every attention replica, where there are several
+    saves: Saves | None = None  # what the prompts leave on their way
 
 
 @dataclass(frozen=True, slots=True)

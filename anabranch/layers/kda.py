@@ -5,7 +5,7 @@ import torch
 from anabranch.fusion.buffer import MergedOwner, MergedWeight, Segment
 from anabranch.fusion.kda_paths import kda_paths
 from anabranch.fusion.prologue import KdaInputs, KdaWeights, Prologue
-from anabranch.layers.batch import Batch, KdaState, joined
+from anabranch.layers.batch import Batch, KdaState, Saves, joined
 from anabranch.layers.build import Build
 from anabranch.layers.linear import Linear, RMSNorm, frozen, input_weight, share
 from anabranch.ops.arithmetic import sigmoid
@@ -48,12 +48,14 @@ class KdaLayer(MergedOwner):
         inputs, n = self.prologue(x, batch.moment), batch.decodes
         if self.ops.kda_step is None or n == 0:
             # without decodes all segments are prompts, a last one of padding included
-            y = self._chain(inputs, batch.segments, batch.prefill if n else batch.segments, batch.slots, cache)
+            prompts = batch.prefill if n else batch.segments
+            y = self._chain(inputs, batch.segments, prompts, batch.slots, cache, batch.saves)
         else:
             y = self._step(inputs.rows(0, n), batch.slots[:n], cache)
             if batch.prefill:
-                prompts = self._chain(inputs.rows(n), batch.prefill, batch.prefill, batch.slots[n:], cache)
-                y = torch.cat([y, prompts])
+                segments = batch.prefill
+                parts = (y, self._chain(inputs.rows(n), segments, segments, batch.slots[n:], cache, batch.saves))
+                y = torch.cat(parts)
         return self.comm.all_reduce(self.o_proj(y), "attn_tp")
 
     def _step(self, inputs: KdaInputs, slots: torch.Tensor, cache: KdaState) -> torch.Tensor:
@@ -70,13 +72,22 @@ class KdaLayer(MergedOwner):
         )
 
     def _chain(
-        self, inputs: KdaInputs, segments: Segments, prompts: Segments, slots: torch.Tensor, cache: KdaState
+        self,
+        inputs: KdaInputs,
+        segments: Segments,
+        prompts: Segments,
+        slots: torch.Tensor,
+        cache: KdaState,
+        saves: Saves | None,
     ) -> torch.Tensor:
         """Conv, norms, gate, delta rule and gated norm: [T, P]. What precedes `prompts` takes the token form."""
         n, inputs = len(segments) - len(prompts), inputs.finished(self.prologue.weights)
         ops, heads = self.ops, (self.heads, self.config.head_dim)
+        if saves is not None:
+            assert ops.conv_save is not None
+            ops.conv_save(inputs.qkv[n:], saves.slots, saves.ends, cache.conv)
         if ops.kda_prompt is not None and not n:
-            return self._prompts(inputs, prompts, slots, cache)
+            return self._prompts(inputs, prompts, slots, cache, saves)
         convolve = (inputs.qkv, segments, slots, cache.conv, self.conv.buffer.squeeze(1))
         if ops.kda_inputs is None:
             q, k, v = (part.unflatten(-1, heads) for part in ops.conv(*convolve).split(self.width, -1))
@@ -89,10 +100,13 @@ class KdaLayer(MergedOwner):
         if n:
             parts.append(ops.kda_decode(*(t[:n] for t in tokens), slots[:n], cache.state))
         if prompts:
-            parts.append(ops.kda_prefill(*(t[n:] for t in tokens), prompts, slots[n:], cache.state))
+            kept = {} if saves is None else {"saves": saves.chunks}
+            parts.append(ops.kda_prefill(*(t[n:] for t in tokens), prompts, slots[n:], cache.state, **kept))
         return ops.gated_rms_norm(joined(parts), inputs.gate, self.o_norm.weight, self.eps)
 
-    def _prompts(self, inputs: KdaInputs, prompts: Segments, slots: torch.Tensor, cache: KdaState) -> torch.Tensor:
+    def _prompts(
+        self, inputs: KdaInputs, prompts: Segments, slots: torch.Tensor, cache: KdaState, saves: Saves | None
+    ) -> torch.Tensor:
         """`_chain` of prompts alone, by a kernel that norms and gates for itself: [T, P]."""
         ops, heads = self.ops, (self.heads, self.config.head_dim)
         assert ops.kda_prompt is not None
@@ -101,8 +115,7 @@ class KdaLayer(MergedOwner):
             rows = [part.unflatten(-1, heads) for part in ops.conv(*convolve).split(self.width, -1)]
         else:
             *rows, _ = ops.kda_inputs(*convolve, inputs.beta, "grouped")
-        o = ops.kda_prompt(
-            *(*rows, inputs.forget.unflatten(-1, heads), inputs.beta),
-            *(self.dt_bias, self.A_log, self.config.gate_lower_bound, None, prompts, slots, cache.state),
-        )
+        weights, kept = (self.dt_bias, self.A_log, self.config.gate_lower_bound), saves and saves.chunks
+        forget = inputs.forget.unflatten(-1, heads)
+        o = ops.kda_prompt(*rows, forget, inputs.beta, *weights, kept, prompts, slots, cache.state)
         return ops.gated_rms_norm(o, inputs.gate, self.o_norm.weight, self.eps)

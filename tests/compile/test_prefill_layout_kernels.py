@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from anabranch.ops.conv.tile import parse
-from anabranch.ops.conv.triton import conv
+from anabranch.ops.conv.triton import conv, save_rows
 from anabranch.ops.kda_inputs.triton import kda_inputs
 from anabranch.ops.pack.triton import pack
 from anabranch.ops.segments import Segments
@@ -46,6 +46,15 @@ def test_producer_layouts(compiled, heads, layout):
     ptx = compiled.check()[0].ptx
     # both walks: four rows before the loop, four in it and three of the history, from x or the window; none tap by tap
     assert ptx.count("ld.global.v4.b32") == 2 * (4 + 4 + 2 * 3)
+
+
+@HEADS
+def test_saved_windows(compiled, heads):
+    for count in (1, 3):
+        slots, ends = meta(count, dtype=torch.int64), meta(count, dtype=torch.int64)
+        save_rows(meta(1000, 5 * heads * D)[:, : 3 * heads * D], slots, ends, meta(16, 3, 3 * heads * D))
+    assert len({id(kernel) for kernel in compiled}) == 1
+    compiled.check()
 
 
 @pytest.mark.parametrize("name", ["S8R32W4", "S4R32W4", "S8R16W8", "S16R16W8", "S4R32W2"])

@@ -11,10 +11,10 @@ TestMemory = Memory.TestCase
 TestMemory.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
-@pytest.mark.parametrize(("snapshots", "ahead"), [(0, False), (5, True)])
-def test_ten_thousand_random_steps(snapshots, ahead):
+@pytest.mark.parametrize(("snapshots", "ahead", "saves"), [(0, False, False), (5, True, True)])
+def test_ten_thousand_random_steps(snapshots, ahead, saves):
     rng = random.Random(snapshots)
-    engine = toy_engine(CONFIG, slots=4, pages=11, snapshots=snapshots, chunk=90, ahead=ahead)
+    engine = toy_engine(CONFIG, slots=4, pages=11, snapshots=snapshots, chunk=90, ahead=ahead, saves=saves)
     requests, alive, steps, number = [], [], 0, 0
     while steps < 10_000:
         if rng.random() < 0.2 and len(engine.scheduler.waiting) < 6:
@@ -43,4 +43,6 @@ def test_ten_thousand_random_steps(snapshots, ahead):
     assert engine.scheduler.preemptions > 20
     if snapshots:
         assert engine.scheduler.prefix_hits > 1000
+    left = engine.runner.model.left
+    assert left > 100 if saves else not left, left
     assert engine.nonfinite == reasons["error"]

@@ -28,6 +28,7 @@ class Played(PromptGraphs):
     def true_batch(self, request: Request, count: int, size: int) -> Batch:
         batch = self.batch(self.host(size, request, count), size)
         assert batch.segments.offsets.tolist() == [0, count, size]
+        assert (batch.saves is None) == (not self.cache.snapshots)
         segments = Segments.of([count, size - count], [count, 0])
         if count == size:  # a kernel skips an empty segment, reference operations never see one
             return replace(batch, segments=Segments.of([count]), slots=batch.slots[:1])
@@ -45,7 +46,7 @@ def model_of(case: str) -> KimiForCausalLM:
 
 def new_cache(model: KimiForCausalLM) -> Cache:
     shape = CacheShape.of(model.config, model.parallel, torch.float64, torch.float64)
-    return Cache(model.config, model.parallel, shape, slots=4, pages=12, device="cpu")
+    return Cache(model.config, model.parallel, shape, slots=3, snapshots=1, pages=12, device="cpu")
 
 
 def ask(count: int, number: int = 0, **params) -> Request:
@@ -57,10 +58,15 @@ def ask(count: int, number: int = 0, **params) -> Request:
 
 @pytest.mark.usefixtures("double_precision")
 @pytest.mark.parametrize("case", TINY)
-@pytest.mark.parametrize(("count", "pages"), [(100, [7, 3]), (1, [5]), (128, [9, 1]), (192, [2, 11, 4])])
-def test_a_padded_prompt_is_the_prompt(case, count, pages):
+@pytest.mark.parametrize(
+    ("count", "pages", "depth"),
+    [(100, [7, 3], 64), (100, [7, 3], 0), (1, [5], 0), (128, [9, 1], 0), (192, [2, 11, 4], 0), (191, [2, 11, 4], 128)],
+)
+def test_a_padded_prompt_is_the_prompt(case, count, pages, depth):
     model, request = model_of(case), ask(count)
     request.pages, request.prefill_until = pages, count
+    request.saving = (depth, 3) if depth else None
+    saved = [2, 3] if depth else [2]
     eager, padded = new_cache(model), new_cache(model)
     for layer in padded.layers:  # nobody else's memory is read, the padding page included
         others = [i for i in range(13) if i not in pages]
@@ -77,8 +83,8 @@ def test_a_padded_prompt_is_the_prompt(case, count, pages):
     for old, new in zip(eager.layers, padded.layers, strict=True):
         if isinstance(old, KdaState):
             for one, other in ((old.conv, new.conv), (old.state, new.state)):
-                assert torch.allclose(one[2], other[2], atol=1e-9)
-                assert other[[0, 1, 3]].isnan().all()
+                assert torch.allclose(one[saved], other[saved], atol=1e-9)
+                assert other[[i for i in range(4) if i not in saved]].isnan().all()
         else:
             assert torch.allclose(old.pages[pages], new.pages[pages], atol=1e-9)
             assert new.pages[[i for i in range(12) if i not in pages]].isnan().all()
@@ -92,6 +98,8 @@ def test_the_room_of_a_capture_holds_every_cut():
         assert batch.slots.tolist() == [-1, -1]
         assert batch.rows.tolist() == [-1] * size
         room = chunks_of(batch.segments)
+        assert batch.saves.chunks.tolist() == [-1] * room
+        assert batch.saves.slots.tolist() == [-1]
         assert all(chunks_of(Segments.of([n, size - n])) <= room for n in range(1, size + 1))
     assert all(size % PAGE == 0 for size in SIZES)
     with pytest.raises(ValueError, match="multiples of 64"):
@@ -115,9 +123,10 @@ def test_which_steps_a_graph_takes():
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-def test_answers_are_those_of_eager_steps(prefix_cache):
+def test_answers_are_those_of_eager_steps(prefix_cache, monkeypatch):
     model, tokens = model_of("kimi-linear"), []
-    for captured in (False, True):
+    for captured, saves in ((False, False), (False, True), (True, True)):
+        monkeypatch.setattr(Runner, "saves", saves)
         shape = CacheShape.of(model.config, model.parallel, model.dtype)
         snapshots = 3 if prefix_cache else 0
         cache = Cache(model.config, model.parallel, shape, slots=4, pages=12, snapshots=snapshots, device="cpu")
@@ -140,5 +149,5 @@ def test_answers_are_those_of_eager_steps(prefix_cache):
                 engine.step()
         tokens.append([r.output for r in requests + alone])
         assert bool(sum(runner.prompt_replays.values()) >= 3) == captured
-    assert tokens[0] == tokens[1]
+    assert tokens[0] == tokens[1] == tokens[2]
     assert all(tokens[0])

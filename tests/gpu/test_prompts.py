@@ -141,3 +141,29 @@ def test_prefill_writes_nothing_that_it_reads():
         out = module.kda_prompt(**given)
         assert all(out.untyped_storage().data_ptr() != v.untyped_storage().data_ptr() for v in tensors.values())
         assert all(torch.equal(tensors[k], before[k]) for k in before), implementation.name
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_thousand_tokens_are_one_step_and_leave_the_state_after_960(model, eager):
+    head, ends = prompt(960, 11), [prompt(40, 12), prompt(40, 13)]
+    with make(model, eager=eager) as llm:
+        runner, steps = llm.engine.runner, []
+        assert runner.saves
+        launch = runner.launch
+
+        def counted(segments, *args):
+            steps.extend(count for request, count in segments if not request.decoding)
+            return launch(segments, *args)
+
+        runner.launch = counted
+        [first] = llm.generate([head + ends[0]], GREEDY)
+        [warm] = llm.generate([head + ends[1]], GREEDY)
+        assert sum(runner.prompt_replays.values()) == (not eager), "what follows a prefix is not replayed"
+        assert llm.engine.scheduler.prefix is not None
+        llm.engine.scheduler.prefix.flush()
+        [cold] = llm.generate([head + ends[1]], GREEDY)
+        assert [o.cached_tokens for o in (first, warm, cold)] == [0, 960, 0]
+        assert steps == [1000, 40, 1000]
+    [(ids, scores), (cold_ids, cold_scores)] = said([warm, cold])
+    assert scores[0] == pytest.approx(cold_scores[0], abs=0.05)
+    print(f"eager={eager}: {sum(a == b for a, b in zip(ids, cold_ids, strict=True))} of 16 tokens equal")

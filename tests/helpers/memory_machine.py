@@ -19,10 +19,10 @@ class Memory(RuleBasedStateMachine):
         snapshots=st.integers(0, 4),
         chunk=st.integers(1, 200),
         ahead=st.booleans(),
+        saves=st.booleans(),
     )
-    def start(self, slots, pages, snapshots, chunk, ahead):
-        self.engine = self.make(slots=slots, pages=pages, snapshots=snapshots, chunk=chunk, ahead=ahead)
-        self.requests = []
+    def start(self, **options):
+        self.engine, self.requests = self.make(**options), []
 
     def make(self, **options):
         return toy_engine(CONFIG, **options)

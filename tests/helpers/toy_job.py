@@ -79,9 +79,10 @@ def toy_job(
     snapshots: int,
     chunk: int = 100,
     ahead: bool = False,
+    saves: bool = False,
 ) -> JointEngine:
     """The head of a job in which every rank computes the whole toy model; its replicas share nothing."""
-    size = {"slots": slots, "pages": pages, "snapshots": snapshots}
+    size = {"slots": slots, "pages": pages, "snapshots": snapshots, "saves": saves}
     runners = [toy_runner(config, **size, samples=layout.rank(rank).samples) for rank in range(layout.world)]
     followers = {}
     for rank in range(1, layout.world):
@@ -105,5 +106,6 @@ def check_ranks(engine: JointEngine) -> None:
         states, rows = ([r.cache.layers[i] for r in runners] for i in (0, 1))
         for runner_state, runner_rows in zip(states, rows, strict=True):
             assert torch.equal(runner_state.state, states[0].state)
+            assert torch.equal(runner_state.conv, states[0].conv)
             # the last page takes the rows of nobody
             assert torch.equal(runner_rows.pages[:-1], rows[0].pages[:-1])

@@ -10,7 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from anabranch.ops.conv import reference as conv_reference
 from anabranch.ops.conv import triton as conv_triton
+from anabranch.ops.conv.spec import CONV_SAVE
 from anabranch.ops.conv.tile import TILE, Tile, parse
 from anabranch.ops.kda_inputs import deterministic, reference, triton
 from anabranch.ops.kda_inputs.spec import KDA_INPUTS, VALUES
@@ -60,6 +62,17 @@ def test_values_are_those_of_the_chain(lengths, dtype, layout):
         VALUES.check(got[0][: sum(lengths)], q, "q")
         VALUES.check(got[1][: sum(lengths)], k, "k")
     assert torch.equal(conv_pool, own)
+
+
+def test_windows_are_saved_on_the_way():
+    """Channels are no multiple of a block; slots without a window keep what they hold."""
+    x, _, pool, _ = inputs(200)
+    for own, slots, ends in ((pool, [4, -1, 0], [64, 10**9, 200]), (pool[:, :2], [6], [3]), (pool[:, :1], [2], [1])):
+        got, want = own.clone(), own.clone()
+        conv_triton.save_rows(x, torch.tensor(slots), torch.tensor(ends), got)
+        conv_reference.save_rows(x, torch.tensor(slots), torch.tensor(ends), want)
+        CONV_SAVE.equality.check(got, want, "pool")
+        assert not torch.equal(got, own)
 
 
 def test_without_a_slot_all_is_zero_and_nothing_is_touched():

@@ -109,6 +109,27 @@ def test_states_are_saved_at_the_chunk_ends_that_are_asked_for():
     assert torch.equal(chunk["state"][4], given["state"][7])
 
 
+def test_the_form_that_is_given_norms_and_gates_saves_too():
+    from anabranch.ops.arithmetic import sigmoid
+    from anabranch.ops.kda_gate.reference import log_decay
+    from anabranch.ops.norm.reference import l2_norm
+
+    given = prompt_inputs([130, 64], 2, dim=64, slots=9)
+    slots, state, own = given["slots"], given["state"], given["state"].clone()
+    idle = [s for s in range(9) if s not in slots.tolist()]
+    gate = log_decay(given["forget"], given["dt_bias"], given["a_log"], given["lower_bound"])
+    rows = (l2_norm(given["q"]), l2_norm(given["k"]), given["v"], gate, sigmoid(given["beta_logits"].float()))
+    saves = torch.tensor([-1, idle[0], -1, idle[1]])
+    got = chunked.kda_prefill(*rows, given["segments"], slots, state, saves)
+    assert torch.equal(got, chunked.kda_prefill(*rows, given["segments"], slots, own))
+    assert torch.equal(state[slots], own[slots])
+    assert torch.equal(state[idle[1]], state[slots[1]])
+    want = given["state"].clone()
+    reference.kda_prefill(*rows, given["segments"], slots, want, saves)
+    assert error(state[idle[0]], want[idle[0]]) < RANDOM_ERRORS[1]
+    assert torch.equal(state[idle[2:]], own[idle[2:]])
+
+
 @pytest.mark.parametrize(
     ("heads", "lengths", "most"),
     [

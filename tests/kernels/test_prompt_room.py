@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import emulated
-from helpers.kda_prefill import fresh, prompt_inputs
+from helpers.kda_prefill import fresh, prompt_inputs, rows_of
 
 from anabranch.ops import native
 from anabranch.ops.kda_inputs.triton import kda_inputs
 from anabranch.ops.kda_prefill import chunked, cuda
+from anabranch.ops.kda_prefill.spec import CHUNK
 
 SIZE = 128
 ENDS = pytest.mark.parametrize("count", [1, 100, SIZE])
@@ -37,8 +38,17 @@ def test_the_delta_rule(monkeypatch, kernels, count):
         built = emulated.module("kda_prefill")
         monkeypatch.setattr(native, "load", lambda folder: built)
     given, room = padded(count)
+    room["saves"] = torch.full((chunked.chunks_of(room["segments"]),), -1)
+    spare = next(s for s in range(len(room["state"])) if s not in given["slots"].tolist())
+    if count >= CHUNK:
+        room["saves"][count // CHUNK - 1] = spare
+        parts = rows_of(fresh(given), 0, count // CHUNK * CHUNK, int(given["slots"][0]))
     run = cuda.kda_prompt if kernels == "cuda" else chunked.kda_prompt
     want, got = run(**given), run(**room)
+    if count >= CHUNK:
+        run(**parts)
+        assert torch.equal(room["state"][spare], parts["state"][given["slots"][0]])
+        room["state"][spare] = given["state"][spare]
     assert torch.equal(got, want)
     assert got.isfinite().all()
     assert not got[count:].any(), "padding gets zeros"

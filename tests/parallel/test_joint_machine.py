@@ -27,6 +27,7 @@ class JointMemory(Memory):
         snapshots=st.integers(0, 4),
         chunk=st.integers(1, 200),
         ahead=st.booleans(),
+        saves=st.booleans(),
     )
     def start(self, layout, **options):
         self.engine, self.requests = toy_job(CONFIG, layout, **options), []

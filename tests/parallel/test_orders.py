@@ -36,7 +36,7 @@ class Orders(RuleBasedStateMachine):
         if not self.requests:
             return
         r = data.draw(st.sampled_from(self.requests))
-        match data.draw(st.sampled_from(["grow", "fly", "sample", "preempt", "readmit", "swap", "end"])):
+        match data.draw(st.sampled_from(["grow", "fly", "sample", "save", "preempt", "readmit", "swap", "end"])):
             case "grow":
                 self.page += 1
                 r.pages.append(self.page)
@@ -46,8 +46,10 @@ class Orders(RuleBasedStateMachine):
             case "sample":
                 r.flying = max(0, r.flying - 1)
                 r.sampled.append(Sampled(len(r.sampled) + 40, -0.5))
+            case "save":
+                r.saving = None if r.saving else (64 * len(r.pages), 9)
             case "preempt":
-                r.slot, r.pages, r.computed = -1, [], 0
+                r.slot, r.pages, r.computed, r.saving = -1, [], 0, None
             case "readmit":
                 r.slot, r.pages = 1, r.pages[: len(r.pages) // 2]
                 r.prefill_until = r.known
@@ -77,6 +79,7 @@ class Orders(RuleBasedStateMachine):
                 "pages",
                 "output",
                 "flying",
+                "saving",
             ):
                 assert getattr(got, name) == getattr(want, name), name
             assert (got.known, got.decoding, got.banned) == (want.known, want.decoding, want.banned)
