@@ -44,7 +44,7 @@ def asked(*words: object) -> Row:
 
 
 def in_process(model: Path, args: argparse.Namespace) -> dict[int, Row]:
-    """Rows of bench decode-step by batch: read from a file, the newest of each, or measured now."""
+    """Rows of bench decode-step by batch, of these experts: read from a file, the newest of each, or measured now."""
     if args.in_process is not None:
         rows = [json.loads(line) for line in args.in_process.read_text().splitlines()]
     else:
@@ -52,11 +52,15 @@ def in_process(model: Path, args: argparse.Namespace) -> dict[int, Row]:
         lengths = ["--tokens-in", args.tokens_in, "--tokens-out", args.tokens_out]
         document = asked("bench", "decode-step", model, *words, *lengths)
         rows = [{name: document.get(name) for name in WHERE} | row for row in document["rows"]]
-    wanted = {"context": args.tokens_in, "out": args.tokens_out}
+    from anabranch.config.hf import load_model_config
+
+    experts = load_model_config(model / "config.json").expert_format
+    wanted = {"context": args.tokens_in, "out": args.tokens_out, "experts": experts}
     found = {
         row["case"]["batch"]: row
         for row in rows
         if row.get("bench") == "decode_step" and "request_tpot_ms" in row and wanted.items() <= row["case"].items()
+        if "state=" not in row["arm"]  # the server keeps its states in fp32
     }
     if missing := [n for n in args.concurrency if n not in found]:
         sys.exit(f"error: {args.in_process}: no decode_step row of batch {missing[0]}, {wanted}")

@@ -1,5 +1,6 @@
 """Starts an engine beside the server: in a process of its own, or in a thread of this one."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -153,6 +154,10 @@ def _load_and_run(sock: socket.socket, model: Path, options: dict[str, Any]) -> 
     try:
         llm = LLM(model, **options)
         worker = Worker(llm, sock)
+        if llm.fleet is None:
+            # a full collection walks through the model, a step of 0.2 s; ranks must drop theirs before NCCL ends
+            gc.collect()
+            gc.freeze()
         wire.send(sock, ("ready", facts_of(llm)))
     except ValueError as error:
         wire.send(sock, ("refused", str(error)))

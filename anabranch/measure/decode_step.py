@@ -20,12 +20,13 @@ PROFILED, WATCHED = 4, 4  # steps behind the timed ones: recorded, and run eager
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeTimes:
-    """One batch size. `waves`: repeats. `launches` of one step, None on a CPU."""
+    """One batch size. `experts`: their format. `waves`: repeats. `launches` of one step, None on a CPU."""
 
     batch: int
     tokens_in: int
     tokens_out: int
     dtype: str
+    experts: str
     waves: list[Wave]
     touched: Touched
     floor_us: float
@@ -50,9 +51,10 @@ class DecodeTimes:
     def row(self) -> dict[str, Any]:
         """The result row."""
         samples = [s * 1e6 for wave in self.waves for s in wave.seconds]
+        case = {"batch": self.batch, "context": self.tokens_in, "out": self.tokens_out, "dtype": self.dtype}
         row = {
             "bench": "decode_step",
-            "case": {"batch": self.batch, "context": self.tokens_in, "out": self.tokens_out, "dtype": self.dtype},
+            "case": case | {"experts": self.experts},
             "us": [round(s, 2) for s in samples],
             "us_median": round(median(samples), 2),
             "tpot_ms": [wave.tpot_ms for wave in self.waves],
@@ -97,6 +99,7 @@ def bench_decode(
         tokens_in=tokens_in,
         tokens_out=tokens_out,
         dtype=str(llm.model.dtype).removeprefix("torch."),
+        experts=llm.model.config.expert_format,
         waves=waves,
         touched=touched,
         floor_us=step_floor_us(llm, batch, tokens_in + tokens_out // 2, touched),

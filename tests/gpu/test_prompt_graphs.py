@@ -52,10 +52,10 @@ def ask(count: int, slot: int, seed: int) -> Request:
     return request
 
 
-def near(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
+def near(got: torch.Tensor, want: torch.Tensor, what: str, most: float = 5e-2) -> None:
     """Other tiles of the library's products may be chosen for a padded size, and an expert flip on a last bit."""
     assert got.isfinite().all(), what
-    assert (got.double() - want.double()).norm() < 5e-2 * want.double().norm(), what
+    assert (got.double() - want.double()).norm() < most * want.double().norm(), what
 
 
 def test_replays_equal_eager_steps(model):
@@ -86,10 +86,12 @@ def test_replays_equal_eager_steps(model):
         for i, (old, new) in enumerate(zip(eager.layers, graphs.cache.layers, strict=True)):
             if isinstance(old, KdaState):
                 if depth:
+                    most = 1e-2 if i == 0 else 0.15  # no choice of experts before layer 0; one flip moves a whole row
                     for name in ("state", "conv"):
                         left, want_left = (getattr(cache.layers[i], name) for cache in (eager, ending))
-                        near(left[3], want_left[2], f"{name} after {depth} of {count} tokens")
-                        near(getattr(new, name)[3], want_left[2], f"{name} after {depth} of {count} tokens, replayed")
+                        near(left[3], want_left[2], f"{name} after {depth} of {count} tokens", most)
+                        replayed = f"{name} after {depth} of {count} tokens, replayed"
+                        near(getattr(new, name)[3], want_left[2], replayed, most)
                 near(new.state[2], old.state[2], f"state of {count} tokens")
                 near(new.conv[2], old.conv[2], f"conv rows of {count} tokens")
                 assert new.state[idle].isnan().all()

@@ -24,6 +24,7 @@ from anabranch.measure.prefill import active_parameters, attention_flops
 from anabranch.measure.step_paths import BLOCK, PathTimes, StepPaths
 from anabranch.measure.touched import noting_experts, weight_bytes
 from anabranch.measure.whole_model import WaveTimer, add_requests
+from anabranch.models.tiny import tiny_config
 
 SCRIPT = Path(__file__).parents[2] / "scripts/served_tpot.py"
 
@@ -214,10 +215,12 @@ def served_script():
 
 def test_served_rows_stand_beside_those_in_process(tmp_path, capsys):
     script, file = served_script(), tmp_path / "decode_step.jsonl"
-    case = {"batch": 4, "context": 20, "out": 9, "dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config("kl")))
+    case = {"batch": 4, "context": 20, "out": 9, "dtype": "float32", "experts": "plain"}
     row = {"bench": "decode_step", "case": case, "tpot_ms": [10.0], "request_tpot_ms": [20.0], "device": "d",
            "commit": "c", "arm": "a"}  # fmt: skip
-    rows = [row | {"tpot_ms": [9.0]}, row, row | {"case": case | {"out": 7}}, row | {"case": case | {"batch": 1}}]
+    rows = [row | {"tpot_ms": [9.0]}, row, row | {"case": case | {"out": 7}}, row | {"case": case | {"batch": 1}},
+            row | {"case": case | {"experts": "mxfp4"}}, row | {"arm": "a, state=bfloat16"}]  # fmt: skip
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
     args = SimpleNamespace(in_process=file, tokens_in=20, tokens_out=9, concurrency=[4])
     inside = script.in_process(tmp_path, args)[4]
