@@ -1,6 +1,7 @@
 """Measure the small model: `python examples/score_small.py checkpoints/small-k3`; --card writes its model card too.
 
-Word problems solved and held-out bits per byte, in fp32 on a CPU or in the checkpoint's dtype on a GPU. A row goes to
+Word problems solved and held-out bits per byte, in fp32 on a CPU or in the checkpoint's dtype on a GPU; with
+--mxfp4-experts and --state-dtype bfloat16, what these formats cost. A row goes to
 benchmarks/results/small_k3_score.jsonl. The card and loss.svg come from the last run in train_small.jsonl; pinned.json
 gets the greedy tokens that a test compares.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from anabranch import LLM
 from anabranch.measure.rows import ROOT, append_row, provenance
+from anabranch.ops.mxfp4.reference import dequantize, quantize
 
 sys.path.insert(0, str(Path(__file__).parent))  # also where this file is loaded by a test
 
@@ -29,16 +31,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="only the first problems")
     parser.add_argument("--show", type=int, default=2, help="answers to print")
     parser.add_argument("--rows", type=Path, default=RESULTS / "train_small.jsonl", help="rows of the training run")
+    parser.add_argument("--mxfp4-experts", action="store_true", help="round the routed experts to MXFP4 first")
+    parser.add_argument("--state-dtype", default="float32", help="of the recurrent state: float32 or bfloat16")
     parser.add_argument("--card", action="store_true", help="write README.md, loss.svg and pinned.json there")
     options = parser.parse_args(arguments)
-    llm = LLM(options.checkpoint)
+    llm = LLM(options.checkpoint, state_dtype=options.state_dtype)
+    if options.mxfp4_experts:
+        round_experts(llm)
+    formats = {"experts": "mxfp4" if options.mxfp4_experts else "plain", "state": options.state_dtype}
     test, start = word_test(options.checkpoint, options.limit), time.perf_counter()
     percent, answers = solved(llm, test)
     for question, answer in list(zip(test.questions, answers, strict=True))[: options.show]:
         print(f"Question: {question.question}\nAnswer:{answer}\n(right: {question.number})\n")
     score = {
         "bench": "small_k3_score",
-        "case": {"problems": len(answers), "shots": len(test.shots), "dtype": str(llm.model.dtype)},
+        "case": {"problems": len(answers), "shots": len(test.shots), "dtype": str(llm.model.dtype)} | formats,
         "solved_pct": percent,
         "bits_per_byte": bits_per_byte(llm, options.checkpoint),
         "problems_sha256": test.sha256,
@@ -51,6 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.card:
         write_card(options.checkpoint, options.rows, score)
     return 0
+
+
+def round_experts(llm: LLM) -> None:
+    """Replace every routed expert's matrix by the nearest one that MXFP4 can hold."""
+    weights = {name: w for name, w in llm.model.state_dict().items() if ".experts." in name and w.ndim == 2}
+    llm.update_weights((name, dequantize(*quantize(w), w.dtype)) for name, w in weights.items())
 
 
 def write_card(checkpoint: Path, rows_file: Path, score: dict) -> None:
