@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # also where this file is loaded
 
 from training.card import card, curve
 from training.fixtures import sha256
-from training.score import bits_per_byte, pinned_tokens, solved, word_test
+from training.score import bits_per_byte, pinned_tokens, solved, tokens_per_s, word_test
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -48,13 +48,14 @@ def main(arguments: list[str] | None = None) -> int:
         "case": {"problems": len(answers), "shots": len(test.shots), "dtype": str(llm.model.dtype)} | formats,
         "solved_pct": percent,
         "bits_per_byte": bits_per_byte(llm, options.checkpoint),
+        "tokens_per_s": round(tokens_per_s(llm), 1),
         "problems_sha256": test.sha256,
         "weights_sha256": sha256(options.checkpoint / "model.safetensors"),
         "seconds": round(time.perf_counter() - start, 1),
         **provenance(next(llm.model.parameters()).device),
     }
     append_row(RESULTS / "small_k3_score.jsonl", score)
-    print(json.dumps({key: score[key] for key in ("solved_pct", "bits_per_byte", "seconds")}))
+    print(json.dumps({key: score[key] for key in ("solved_pct", "bits_per_byte", "tokens_per_s", "seconds")}))
     if options.card:
         write_card(options.checkpoint, options.rows, score)
     return 0

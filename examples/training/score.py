@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,15 @@ def bits_per_byte(llm: LLM, folder: Path) -> Mapping[str, float]:
                 nats[row["kind"]] -= logprob
                 count[row["kind"]] += 1
     return {kind: nats[kind] / count[kind] / math.log(2) for kind in nats}
+
+
+def tokens_per_s(llm: LLM, tokens: int = 256) -> float:
+    """Greedy, one request alone, its short prompt included."""
+    asked = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    llm.generate([PINNED[0]], asked)
+    start = time.perf_counter()
+    llm.generate([PINNED[0]], asked)
+    return tokens / (time.perf_counter() - start)
 
 
 PINNED = ("Return a list of ", "def main(", "Question: What is 37 plus 48?\nAnswer:", "The ")

@@ -1,11 +1,11 @@
-"""One token's experts compiled for an H200: nothing spills, and a block of each launch fits one multiprocessor."""
+"""One token's experts compiled for an H200: nothing spills, and blocks fit a multiprocessor."""
 
 import re
 
 import pytest
 
 from anabranch.ops import native
-from anabranch.ops.expert_ffn.plan import MOST_DOWN_WARPS, MOST_WARPS, GemvPlan
+from anabranch.ops.expert_ffn.plan import MOST_DOWN_WARPS, MOST_WARPS
 
 QUARTER = 16_384  # registers of a quarter of a multiprocessor, where every fourth warp of a block goes
 SHARED = 64 * 1024  # what the launches ask for, of which a block loses one KB
@@ -17,7 +17,7 @@ def taken(registers: int, warps: int) -> int:
 
 
 @pytest.mark.skipif(native.nvcc() is None, reason="no nvcc")
-def test_nothing_spills_and_both_launches_fit_side_by_side(monkeypatch, tmp_path):
+def test_nothing_spills_and_a_block_of_each_launch_fits(monkeypatch, tmp_path):
     monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path))
     library, report = native.build("expert_ffn")
     assert library.exists()
@@ -28,7 +28,6 @@ def test_nothing_spills_and_both_launches_fit_side_by_side(monkeypatch, tmp_path
         assert int(stores) + int(loads) == 0, name
     wide = max(int(used) for name, _, _, used in found if "gate_up" in name)
     (narrow,) = [int(used) for name, _, _, used in found if "down" in name]
-    assert taken(wide, GemvPlan().warps) + taken(narrow, -(-2304 // 132)) <= QUARTER
     assert taken(wide, MOST_WARPS) <= QUARTER
     assert taken(narrow, MOST_DOWN_WARPS) <= QUARTER
 

@@ -75,7 +75,7 @@ def test_mxfp4_experts_of_one_of_sixteen_k3_ranks(compiled, real_k3):
     used = compiled.check()
     only_wgmma(used)
     codes_go_straight_to_wgmma(used)
-    assert all("m64n32k16" in u.ptx for u in used if u.name in ("_gate_up", "_down"))  # about 9 pairs an expert
+    assert all("m64n16k16" in u.ptx for u in used if u.name in ("_gate_up", "_down"))  # about 9 pairs an expert
 
 
 def launch_ffn(config: ModelConfig, tokens: int, bank, shared: int, plan: Plan | None = None) -> None:
