@@ -147,12 +147,7 @@ def join(
             if rank in members:
                 groups[kind] = made.get(members)
                 stages = members if kind == "pp" else stages
-    comm = ProcessGroups(layout.rank(rank), groups, stages, deterministic)
-    if 1 < layout.tp == layout.dp_attention == layout.ep and not deterministic:
-        # pairs of ranks get their buffers at first use, which must come before memory is planned
-        ones = (1,) * layout.tp
-        comm.all_to_all(torch.zeros(layout.tp, device=device), ones, ones)
-    return comm
+    return ProcessGroups(layout.rank(rank), groups, stages, deterministic)
 
 
 def leave(seconds: float = 20.0) -> None:

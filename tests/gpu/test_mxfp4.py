@@ -78,7 +78,8 @@ def test_ranks_add_up(bank):
         stacks = {name: getattr(bank, name)[first : first + count] for name in vars(bank) if name.startswith("w")}
         part = Mxfp4Bank(first=first, count=count, total=EXPERT_COUNT, dtype=torch.bfloat16, **stacks)
         total += routed_experts(x, weights, chosen, part, SITU)
-    torch.testing.assert_close(total, whole, rtol=1e-4, atol=1e-4)
+    # fp32 sums of 16 outputs in another order
+    assert (total - whole).abs().max() <= 1e-6 * whole.abs().max()
 
 
 @pytest.mark.parametrize(("inner", "width"), [(192, 3584), (384, 2400)])

@@ -35,7 +35,7 @@ def plans(sweep: bool) -> dict[str, GemvPlan]:
     base = GemvPlan()
     found = {"gemv": base}
     if sweep:
-        found |= {f"gemv warps {n}": replace(base, warps=n) for n in (4, 12, 16)}
+        found |= {f"gemv warps {n}": replace(base, warps=n) for n in (4, 8, 16)}
         found |= {f"gemv prefetch {n}": replace(base, prefetch=n) for n in (0, 4, 7)}
         found |= {"gemv late": replace(base, early=False), "gemv ahead": replace(base, ahead=True)}
         found["gemv down warps 9"] = replace(base, down_warps=9)
@@ -78,7 +78,7 @@ def report(case: Case, options: argparse.Namespace, source: dict[str, Any]) -> N
         shape["layers_rotated"] = LAYERS
         append_row(
             ROOT / "benchmarks/results/experts.jsonl",
-            {"bench": "expert_stream", "case": shape, "arm": name, **row, **source},
+            {"bench": "expert_gemv", "case": shape, "arm": name, **row, **source},
         )
         print(f"  {row['us_median']:8.2f} us  floor {row['floor_us']:7.1f}  {row['gbs']:6.0f} GB/s  {name}")
     if options.kernels:
