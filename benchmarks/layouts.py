@@ -19,6 +19,7 @@ from pathlib import Path
 from common import ROOT, append_row, provenance
 
 from anabranch import LLM, SamplingParams
+from anabranch.config.fusion import FusionConfig
 
 CONFIG = ROOT / "tests/data/configs/kimi_linear_48b_config.json"
 RESULTS = ROOT / "benchmarks/results/layouts.jsonl"
@@ -66,13 +67,24 @@ def measure(layout: str, args: argparse.Namespace) -> None:
     replicas, stages = job.get("dp_attention", 1), job.get("pp", 1)
     # requests of one replica, and of one of the steps that stages take at once
     each = sorted({-(-size // share) for size in sizes for share in (replicas, replicas * stages)})
-    options = {"max_seqs": max(each), "max_len": CONTEXT + args.tokens_out + 64, "prefill_chunk": 8192}
+    options = {
+        "max_seqs": max(each),
+        "max_len": max(CONTEXT, *args.prefills) + args.tokens_out + 64,
+        "prefill_chunk": 8192,
+    }
     options["ops"] = dict(item.split("=") for item in args.op)
+    options["fusion"] = FusionConfig(kda=args.fusion, mla=args.fusion)
+    arm = ", ".join([layout, *args.op, *([] if args.fusion == "auto" else [args.fusion])])
     with LLM(CONFIG, load_format="dummy", prefix_cache=False, graph_sizes=each, **options, **job) as llm:
         print(f"{layout}: loaded in {time.perf_counter() - start:.0f} s; {llm.memory}", flush=True)
         where, repeats = provenance(), range(args.repeats)
-        first_token(llm, CONTEXT, 7)
-        ttft = [first_token(llm, CONTEXT, 8 + i) * 1e6 for i in repeats]
+        for length in args.prefills:
+            first_token(llm, length, 7)
+            ttft = [first_token(llm, length, 8 + i) * 1e6 for i in repeats]
+            print(f"{layout}: TTFT of {length}: {', '.join(f'{us / 1e3:.1f}' for us in ttft)} ms", flush=True)
+            case = {"prefill": length, "dtype": "bfloat16"}
+            row = {"bench": "layouts", "case": case, "arm": arm, "us": ttft, "us_median": statistics.median(ttft)}
+            append_row(RESULTS, where | row)
         for batch in args.batches:
             runs = [decode(llm, batch, args.tokens_out, i) for i in repeats]
             rates = [tokens / seconds for seconds, tokens in runs]
@@ -82,11 +94,10 @@ def measure(layout: str, args: argparse.Namespace) -> None:
             row = {
                 "bench": "layouts",
                 "case": {"batch": batch, "context": CONTEXT, "out": args.tokens_out, "dtype": "bfloat16"},
-                "arm": ", ".join([layout, *args.op]),
+                "arm": arm,
                 "us": tpot,
                 "us_median": statistics.median(tpot),
                 "tokens_per_s": rates,
-                "ttft_us": ttft,
                 "graph_replays": dict(llm.engine.runner.graph_replays),
                 "eager_steps": dict(llm.engine.runner.eager_steps),
             }
@@ -175,10 +186,12 @@ def main() -> None:
     layouts = ["tp=1", "tp=2", "tp=2,dp_attention=2,ep=2", "pp=2"]
     parser.add_argument("--layouts", nargs="*", default=layouts)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 32, 128])
+    parser.add_argument("--prefills", type=int, nargs="*", default=[CONTEXT, 8192], help="prompts alone, for TTFT")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--tokens-out", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=150, help="most that one layout may take")
     parser.add_argument("--op", nargs="*", default=[], help="NAME=IMPLEMENTATION")
+    parser.add_argument("--fusion", default="auto", help="path of both layer kinds")
     parser.add_argument("--equality", action="store_true", help="compare instead of measuring")
     parser.add_argument("--one", help="(internal) this layout, in this process")
     parser.add_argument("--answers", type=Path, help="(internal) write answers here")
@@ -191,7 +204,8 @@ def main() -> None:
     elif args.equality:
         equality(args.layouts, args.seconds)
     else:
-        numbers = [f"--repeats={args.repeats}", f"--tokens-out={args.tokens_out}", "--batches", *map(str, args.batches)]
+        numbers = [f"--repeats={args.repeats}", f"--tokens-out={args.tokens_out}", f"--fusion={args.fusion}"]
+        numbers += ["--batches", *map(str, args.batches), "--prefills", *map(str, args.prefills)]
         numbers += ["--op", *args.op] if args.op else []
         for layout in args.layouts:
             run_one(layout, numbers, args.seconds)

@@ -57,7 +57,7 @@ class EngineOptions:
             raise ValueError(f"rank_timeout={self.rank_timeout:g}: need a positive number of seconds")
 
     def launches_ahead(self, device: torch.device) -> bool:
-        """Whether one rank begins a step before the last one is read: as wished, or where the host does not compute."""
+        """Whether a rank begins a step before the last one is read: as wished, or where the host does not compute."""
         return device.type == "cuda" if self.ahead is None else self.ahead
 
 

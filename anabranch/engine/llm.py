@@ -85,8 +85,7 @@ class LLM:
         pp: pipeline stages.
         rank_timeout: seconds that a rank may spend on one step before the job is ended.
         expert_load: count the tokens that each expert is given.
-        ahead: launch a step before the samples of the last one are read; None does so on one GPU (several ranks: on
-                request, as that has not run on GPUs yet).
+        ahead: launch a step before the samples of the last one are read; None does so on GPUs.
 
     Raises:
         ValueError: a wrong option, config or checkpoint; one line that names it.
@@ -178,7 +177,7 @@ class LLM:
         except (RuntimeError, OSError, EOFError) as error:
             raise fleet.hub.explain(error) from error
         self.model = runner.model
-        eos_ids, ahead = self.model.config.eos_ids, options.ahead is True
+        eos_ids, ahead = self.model.config.eos_ids, options.launches_ahead(runner.device)
         return JointEngine(runner, fleet, eos_ids, self.max_len, options.prefill_chunk, options.prefix_cache, ahead)
 
     def expert_load(self) -> dict[int, list[int]]:

@@ -116,8 +116,6 @@ def _traffic(build: Build) -> Traffic | None:
     assert moe is not None
     if not 1 < place.tp_size == place.dp_size == place.ep_size or build.comm.ordered:
         return None
-    if torch.device(build.device or "cpu").type == "cuda":
-        return None  # has run over gloo alone: GPUs gather until it has run there
     hidden, width = build.config.hidden_size, moe.latent_size or build.config.hidden_size
     return Traffic(
         ranks=place.tp_size,

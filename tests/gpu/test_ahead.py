@@ -63,7 +63,6 @@ def test_launching_ahead_changes_no_bit(model, layout):
     assert len({token for o in plain[0] for token in o.outputs[0].token_ids}) > 12, "degenerate answers prove nothing"
 
 
-@pytest.mark.skip(reason="GPUs gather: take that line out of layers/moe.py:_traffic, then this says whether it may go")
 def test_prompts_sent_to_their_experts_are_scored_as_gathered_ones(model):
     scored = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
     [prompt] = prompts(2000)
