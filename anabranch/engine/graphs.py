@@ -51,6 +51,11 @@ class _Captured:
     picked: tuple[torch.Tensor, torch.Tensor]
 
 
+def capture_mode(model: KimiForCausalLM) -> str:
+    """How strictly a capture forbids other work: the watchdog of a process group asks for its events meanwhile."""
+    return "thread_local" if model.parallel.tp_size * model.parallel.pp_size > 1 else "global"
+
+
 class DecodeGraphs:
     """One graph for each size, captured largest first so that they share memory.
 
@@ -88,9 +93,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self) -> None:
         """Record every size. The cache is not written: every row is without a slot meanwhile."""
-        pool, stream, parallel = None, torch.cuda.Stream(self.device), self.model.parallel
-        # the watchdog of a process group asks for its events from a thread of its own
-        mode = "thread_local" if parallel.tp_size * parallel.pp_size > 1 else "global"
+        pool, stream, mode = None, torch.cuda.Stream(self.device), capture_mode(self.model)
         for size in reversed(self.sizes):
             fields = self._host([], size, self.width).to(self.device)
             batch = self._batch(fields)
@@ -109,17 +112,17 @@ class DecodeGraphs:
         return self.model.ops.pick(logits[:, : self.vocab])
 
     def run(
-        self, requests: Sequence[Request], newest: torch.Tensor | None = None, size: int | None = None
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], int]:
-        """One decode step of n requests: logits [n, vocab], `ops.pick` of them, and the size replayed.
+        self, requests: Sequence[Request], newest: torch.Tensor | None, size: int
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """One decode step of n requests, at most `size`: logits [n, vocab], and `ops.pick` of them.
 
         The tensors are valid until the next run.
 
         Args:
             newest: int64 [n] on the device, the tokens to continue from, where the requests do not know them yet.
-            size: replay this graph, whatever n.
+            size: the graph to replay.
         """
-        n, size = len(requests), size or self.size(len(requests))
+        n = len(requests)
         captured = self._graphs[size]
         host = self._host(requests, size, max((len(r.pages) for r in requests), default=0))
         captured.fields[: len(host)].copy_(host, non_blocking=True)
@@ -127,7 +130,7 @@ class DecodeGraphs:
             captured.fields[0, :n].copy_(newest)
         captured.graph.replay()
         tokens, logprobs = captured.picked
-        return captured.logits[:n], (tokens[:n], logprobs[:n]), size
+        return captured.logits[:n], (tokens[:n], logprobs[:n])
 
     def _host(self, requests: Sequence[Request], size: int, pages: int) -> torch.Tensor:
         """int64 [fields + pages, size]; rows beyond the requests have no slot, no cache row and no length.

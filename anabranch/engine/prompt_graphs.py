@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from anabranch.engine.cache import PAGE, Cache
-from anabranch.engine.graphs import record
+from anabranch.engine.graphs import capture_mode, record
 from anabranch.engine.request import Request
 from anabranch.fusion.plan import Moment
 from anabranch.layers.batch import Batch, Saves
@@ -27,8 +27,8 @@ _UNIT = 16  # numbers: every field starts on 128 bytes, so that kernels meet one
 def why_not(model: KimiForCausalLM) -> str | None:
     """The reason that a model's prompts cannot be captured, or None."""
     place, chosen = model.parallel, {name: choice[0] for name, choice in model.selection.chosen.items()}
-    if place.tp_size * place.pp_size > 1:
-        return "several ranks"
+    if place.dp_size * place.pp_size > 1:
+        return "several attention replicas or stages"
     if chosen["kda_prefill"] not in ("cuda", "chunked"):
         return f"kda_prefill={chosen['kda_prefill']} asks the host for lengths"
     return None if chosen["mla_prefill"] == "cudnn" else f"mla_prefill={chosen['mla_prefill']} is not captured"
@@ -66,35 +66,34 @@ class PromptGraphs:
         self.saves = cache.snapshots > 0 and model.ops.prefill_saves
         self._graphs: dict[int, _Captured] = {}
 
-    def fits(self, segments: Sequence[tuple[Request, int]]) -> bool:
-        """Whether a step is one prompt, or its beginning, that a graph holds."""
+    def size(self, segments: Sequence[tuple[Request, int]]) -> int | None:
+        """The graph that holds a step of one prompt, or of its beginning; None if none does."""
         if len(segments) != 1:
-            return False
+            return None
         request, count = segments[0]
         plain = not request.decoding and request.computed == 0 and request.params.prompt_logprobs is None
-        return plain and count <= self.sizes[-1]
+        return next((size for size in self.sizes if size >= count), None) if plain else None
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Record every size. The cache is not written: there is no slot and no row meanwhile."""
-        pool, stream = None, torch.cuda.Stream(self.device)
+        pool, stream, mode = None, torch.cuda.Stream(self.device), capture_mode(self.model)
         for size in reversed(self.sizes):
             fields = self.host(size).to(self.device)
             batch = self.batch(fields, size)
-            graph, (logits, picked) = record(lambda batch=batch: self._forward(batch), stream, pool)
+            graph, (logits, picked) = record(lambda batch=batch: self._forward(batch), stream, pool, mode)
             pool = pool or graph.pool()
             self._graphs[size] = _Captured(graph, fields, batch, logits, picked)
 
-    def run(self, request: Request, count: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], int]:
-        """The first `count` tokens of a request: logits [1, vocab] of the last, `ops.pick` of them, the size replayed.
+    def run(self, request: Request, count: int, size: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """The first `count` tokens of a request, at most `size`: logits [1, vocab] of the last, `ops.pick` of them.
 
         The tensors are valid until the next run.
         """
-        size = next(s for s in self.sizes if s >= count)
         captured = self._graphs[size]
         captured.fields.copy_(self.host(size, request, count), non_blocking=True)
         captured.graph.replay()
-        return captured.logits, captured.picked, size
+        return captured.logits, captured.picked
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         logits = self.model(batch, self.cache.layers)

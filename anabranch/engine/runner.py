@@ -23,13 +23,15 @@ from anabranch.ops.staging import to_device
 class Turn:
     """How the ranks of all attention replicas take one step.
 
-    `counts`: rows of each replica. `size`: the graph that all replay, or None with the reason `eager`. `follow`: the
-    next step may begin before this one is read, so every rank keeps the tokens that were sampled.
+    `counts`: rows of each replica. `size` or `prompt`: the decode or prompt graph that all replay, or neither with the
+    reason `eager`. `follow`: the next step may begin before this one is read, so every rank keeps the tokens that were
+    sampled.
     """
 
     counts: tuple[int, ...]
-    size: int | None
-    eager: str | None
+    size: int | None = None
+    prompt: int | None = None
+    eager: str = ""
     follow: bool = False
 
 
@@ -63,8 +65,10 @@ class Runner:
         if eager is None:
             assert self.graphs is not None
             size = self.graphs.size(max(map(len, replicas)))
-            return Turn((size,) * len(replicas), size, None, follow)
-        return Turn(tuple(max(1, sum(n for _, n in s)) for s in replicas), None, eager, follow)
+            return Turn((size,) * len(replicas), size=size, follow=follow)
+        counts = tuple(max(1, sum(n for _, n in s)) for s in replicas)
+        prompt = self.prompts.size(replicas[0]) if self.prompts is not None else None
+        return Turn(counts, prompt=prompt, eager="" if prompt else eager, follow=follow)
 
     @torch.inference_mode()
     def launch(
@@ -74,28 +78,28 @@ class Runner:
 
         Args:
             behind: the step in flight, whose samples the decoding requests continue from.
-            turn: how all ranks of the job take this step; then the model runs also without a segment.
+            turn: how all ranks of the job take this step; then the model runs also without a segment. None: one rank
+                is the job.
         """
         newest = self._newest(segments, behind)
-        eager = self._why_eager(segments) if turn is None else turn.eager
-        picked = None
-        if eager is None:
+        turn, picked = turn or self.turn([segments]), None
+        if turn.size is not None:
             assert self.graphs is not None
-            logits, picked, size = self.graphs.run([r for r, _ in segments], newest, turn and turn.size)
-            self.graph_replays[size] += 1
+            logits, picked = self.graphs.run([r for r, _ in segments], newest, turn.size)
+            self.graph_replays[turn.size] += 1
             owners = list(range(len(segments)))
-        elif turn is None and self.prompts is not None and self.prompts.fits(segments):
-            logits, picked, size = self.prompts.run(*segments[0])
-            self.prompt_replays[size] += 1
+        elif turn.prompt is not None:
+            assert self.prompts is not None
+            logits, picked = self.prompts.run(*segments[0], turn.prompt)
+            self.prompt_replays[turn.prompt] += 1
             owners = [0]
         else:
-            self.eager_steps[eager] += 1
+            self.eager_steps[turn.eager] += 1
             batch, owners = self._batch(segments, newest) if segments else (self._idle(), [])
-            logits = self.model(batch if turn is None else replace(batch, counts=turn.counts), self.cache.layers)
-        follow = turn is not None and turn.follow
-        if not self.samples and not follow:
+            logits = self.model(replace(batch, counts=turn.counts), self.cache.layers)
+        if not self.samples and not turn.follow:
             return Flight(list(segments), [], None, {})
-        return self._sampled(list(segments), logits[:, : self.vocab], owners, picked, follow)
+        return self._sampled(list(segments), logits[:, : self.vocab], owners, picked, turn.follow)
 
     def _newest(self, segments: Sequence[tuple[Request, int]], behind: Flight | None) -> torch.Tensor | None:
         """int64 [decoding requests]: their newest tokens, if these are known on the device only."""

@@ -34,10 +34,8 @@ class Played(PromptGraphs):
             return replace(batch, segments=Segments.of([count]), slots=batch.slots[:1])
         return replace(batch, segments=segments)
 
-    def run(self, request, count):
-        size = next(s for s in self.sizes if s >= count)
-        logits, picked = self._forward(self.true_batch(request, count, size))
-        return logits, picked, size
+    def run(self, request, count, size):
+        return self._forward(self.true_batch(request, count, size))
 
 
 def model_of(case: str) -> KimiForCausalLM:
@@ -111,14 +109,15 @@ def test_which_steps_a_graph_takes():
     request, long, scored = ask(100), ask(200), ask(9, prompt_logprobs=1)
     for r in (request, long, scored):
         r.prefill_until = len(r.prompt)
-    assert graphs.fits([(request, 100)])
-    assert graphs.fits([(long, 128)]), "the beginning of a prompt"
-    assert not graphs.fits([(long, 129)])
-    assert not graphs.fits([(scored, 9)])
-    assert not graphs.fits([(request, 100), (long, 20)])
-    assert not graphs.fits([])
+    assert graphs.size([(request, 64)]) == 64
+    assert graphs.size([(request, 65)]) == 128
+    assert graphs.size([(long, 128)]) == 128, "the beginning of a prompt"
+    assert graphs.size([(long, 129)]) is None
+    assert graphs.size([(scored, 9)]) is None
+    assert graphs.size([(request, 100), (long, 20)]) is None
+    assert graphs.size([]) is None
     request.computed = 64
-    assert not graphs.fits([(request, 36)]), "what stands before it is not in the graph"
+    assert graphs.size([(request, 36)]) is None, "what stands before it is not in the graph"
     assert "kda_prefill=reference" in (why_not(graphs.model) or "")
 
 

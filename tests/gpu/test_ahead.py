@@ -1,4 +1,4 @@
-"""Two GPUs that launch steps ahead against the same two that do not, and prompts sent by all-to-all against gathered.
+"""Two GPUs ahead against the same two that wait, and prompts by all-to-all or from graphs against plain ones.
 
 Four layers with the shapes of Kimi-Linear-48B and dummy weights, decode steps from graphs.
 """
@@ -78,3 +78,15 @@ def test_prompts_sent_to_their_experts_are_scored_as_gathered_ones(model):
     assert got.isfinite().all()
     assert (got - want).abs().mean() < 0.02
     assert (got - want).abs().max() < 0.5
+
+
+def test_prompts_from_graphs_are_scored_as_eager_ones(model):
+    asked, first = prompts(64, 300, 1000), SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+    with LLM(model, **OPTIONS, tp=2) as llm:
+        replayed = [llm.generate([p], first)[0].outputs[0] for p in asked]
+        assert llm.engine.runner.prompt_replays == {64: 1, 384: 1, 1024: 1}
+        llm.engine.runner.prompts = None  # the head decides for all ranks
+        eager = [llm.generate([p], first)[0].outputs[0] for p in asked]
+    for one, other in zip(replayed, eager, strict=True):
+        assert one.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.1)
+    assert sum(one.token_ids == other.token_ids for one, other in zip(replayed, eager, strict=True)) >= 2

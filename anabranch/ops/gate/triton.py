@@ -6,9 +6,11 @@ import triton.language as tl
 from triton import knobs
 from triton.language.extra import libdevice
 
+from anabranch.ops.early import early_launch, follow
+
 # libdevice's exp is the one in PyTorch's own CUDA kernels, bit for bit; Triton's interpreter does not know it
 _LIBDEVICE = tl.constexpr(not knobs.runtime.interpret)
-_BLOCK = 2048
+_BLOCK, _WARPS = 2048, 4
 
 
 @triton.jit
@@ -36,7 +38,8 @@ def sigmoid32(x):
 
 
 @triton.jit
-def _gate(x, g, y, width, x_stride, g_stride, BLOCK: tl.constexpr):
+def _gate(x, g, y, width, x_stride, g_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -53,6 +56,6 @@ def sigmoid_gate(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     if x.numel():
         grid = (x.shape[0], triton.cdiv(x.shape[1], _BLOCK))
         # a multiply-add contracted across two torch operations would round once where they round twice
-        options = {"num_warps": 4, "enable_fp_fusion": False}
+        options = {"num_warps": _WARPS, "enable_fp_fusion": False, **early_launch()}
         _gate[grid](x, g, y, x.shape[1], x.stride(0), g.stride(0), BLOCK=_BLOCK, **options)
     return y
