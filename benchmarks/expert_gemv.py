@@ -36,8 +36,6 @@ def plans(sweep: bool) -> dict[str, GemvPlan]:
     found = {"gemv": base}
     if sweep:
         found |= {f"gemv warps {n}": replace(base, warps=n) for n in (4, 8, 16)}
-        found |= {f"gemv prefetch {n}": replace(base, prefetch=n) for n in (0, 4, 7)}
-        found |= {"gemv late": replace(base, early=False), "gemv ahead": replace(base, ahead=True)}
         found["gemv down warps 9"] = replace(base, down_warps=9)
         found["gemv not chained"] = replace(base, chained=False)
     return found

@@ -198,7 +198,8 @@ class LLM:
         if isinstance(engine, JointEngine) and self.fleet.hub.failure is None and self.fleet.close.still_active():
             with suppress(RuntimeError, OSError, EOFError):
                 engine.drain()
-            engine.runner.graphs = None  # the groups must not be let go of before them
+            # the groups must not be let go of before what was captured with them
+            engine.runner.graphs = engine.runner.prompts = None
         self.fleet.close()
 
     def __enter__(self) -> "LLM":

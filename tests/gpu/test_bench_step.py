@@ -19,8 +19,9 @@ from anabranch.measure.step_paths import StepPaths
 from anabranch.parallel.layout import Layout
 
 DEVICE = torch.device("cuda")
-# launches fewer than `split` in a KDA layer; small products of `separate` may be two launches each of a library
-FEWER = {"split": 0, "overlap": 0, "whole": 1, "fused": 2, "deferred": 2}
+# launches of a KDA layer fewer than those of a path with as many small products: each may be two of a library
+FEWER = {"split": ("split", 0), "overlap": ("split", 0), "whole": ("whole", 0), "fused": ("whole", 1)}
+FEWER["deferred"] = FEWER["fused"]
 
 
 def eight_layers(**changes):
@@ -42,12 +43,14 @@ def test_each_path_of_a_slice_has_its_number_of_launches(monkeypatch, tmp_path):
         result = slice_times.time_slice(subject, names, LinkModel(), tmp_path)
     rows = {row["arm"]: row for row in result.rows()}
     assert list(rows) == names
-    base = rows["split"]["kernels_per_slice"]
-    assert rows["separate"]["kernels_per_slice"] >= base + 3 * 2
+    launches = {name: row["kernels_per_slice"] for name, row in rows.items()}
+    assert launches["separate"] >= launches["split"] + 3 * 2
+    assert launches["split"] >= launches["whole"] + 3
     for name, row in rows.items():
         kda, _, mla = name.partition("+")
         if kda != "separate":
-            assert row["kernels_per_slice"] == base - 3 * FEWER[kda] - (mla == "merged"), name
+            like, fewer = FEWER[kda]
+            assert launches[name] == launches[like] - 3 * fewer - (mla == "merged"), name
         assert 0 < row["profile"]["busy_us"] <= row["profile"]["sum_us"] + 0.01
         assert row["us_median"] > row["floor_us"] * 0.5
         assert "traceEvents" in json.loads((tmp_path / f"{name}.json").read_text())
@@ -62,7 +65,7 @@ def test_a_rank_of_several_is_captured_alone(monkeypatch, layout):
         subject = Slice(config, layout, device=DEVICE, dtype=torch.bfloat16, rows=16, context=130)
         result = slice_times.time_slice(subject, ["split", "fused"], LinkModel())
     split, fused = result.rows()
-    assert split["kernels_per_slice"] - fused["kernels_per_slice"] == 3 * FEWER["fused"]
+    assert split["kernels_per_slice"] - fused["kernels_per_slice"] >= 3 * 2
     # placing own rows among those of other replicas: one copy a layer
     assert split["profile"]["copies"] >= (4 if layout.dp_attention > 1 else 0)
 

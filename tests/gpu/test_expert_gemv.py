@@ -28,9 +28,8 @@ if torch.cuda.get_device_capability() != (9, 0) or not native.verdict("expert_ff
 
 PLAN = GemvPlan()
 PLANS = (
-    replace(PLAN, warps=16, early=False, prefetch=0),
-    replace(PLAN, ahead=True, prefetch=7),
-    replace(PLAN, ahead=True, warps=4, down_warps=9, blocks=50),
+    replace(PLAN, warps=16),
+    replace(PLAN, warps=4, down_warps=9, blocks=50),
     replace(PLAN, chained=False, warps=20, down_warps=28),
 )
 

@@ -97,9 +97,9 @@ def test_no_plan_and_no_order_of_threads_changes_a_bit(module):
     given = inputs(8, 24, 72, 3)
     want = check(given)
     plans = (
-        replace(PLAN, blocks=1, warps=1, down_warps=1, prefetch=0),
-        replace(PLAN, blocks=7, warps=4, ahead=True, early=False),
-        replace(PLAN, blocks=60, warps=1, down_warps=2, prefetch=9, ahead=True, chained=False),
+        replace(PLAN, blocks=1, warps=1, down_warps=1),
+        replace(PLAN, blocks=7, warps=4),
+        replace(PLAN, blocks=60, warps=1, down_warps=2, chained=False),
     )
     for seed, plan in enumerate(plans):
         module.seed(50 + seed)

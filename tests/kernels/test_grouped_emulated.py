@@ -95,7 +95,6 @@ def test_what_the_kernels_cannot_read_is_refused():
 )
 def test_pairs_are_sorted_into_tiles(monkeypatch, pairs, choices, first, count, tile):
     monkeypatch.setattr(grouped, "TILE", tile)
-    monkeypatch.setattr(grouped, "TAIL", tile // 8)
     chosen = torch.randint(0, choices, (pairs, 1))
     chosen[: pairs // 3] = first + 1  # a long run
     tiles, local = grouped.sort(chosen, first, count), chosen.flatten() - first
@@ -103,13 +102,15 @@ def test_pairs_are_sorted_into_tiles(monkeypatch, pairs, choices, first, count, 
     for expert in range(count):
         mine = (local == expert).nonzero().flatten()
         entries = tiles.table[:, tiles.table[0] == expert].T.tolist()
-        assert len(entries) == (max(-(-(len(mine) - tile // 8) // tile), 1) if len(mine) else 0)
+        assert len(entries) == (max(-(-(len(mine) - 32) // tile), 1) if len(mine) else 0)
         for n, (_, start, stop) in enumerate(entries):
             assert start == end
-            assert stop - start == tile if n + 1 < len(entries) else 0 < stop - start <= tile + tile // 8
+            assert (stop - start) % 32 == 0 or n + 1 == len(entries)
+            assert 0 < stop - start <= tile + 32
             end = stop
         got = tiles.pairs[end - len(mine) : end]
         assert torch.equal(got.sort().values.long(), mine), f"pairs of expert {expert}"
     used = int((tiles.table[0] >= 0).sum())
-    assert (tiles.table[0, :used].diff() >= 0).all()
     assert (tiles.table[0, used:] == -1).all()
+    units = -(-(tiles.table[2, :used] - tiles.table[1, :used]) // 32)
+    assert (units.diff() <= 1).all(), "the largest first; those of one expert differ by one unit"

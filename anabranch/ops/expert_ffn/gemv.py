@@ -82,5 +82,4 @@ def _call(plan: GemvPlan, bank: ExpertBank, x: torch.Tensor) -> Any:
     blocks, width = plan.blocks or _multiprocessors(x.get_device()), x.shape[1]
     down_warps = plan.down_warps or min(MOST_DOWN_WARPS, -(-width // blocks))
     down_blocks = max(blocks, -(-width // down_warps))
-    flags = (int(plan.chained), int(plan.ahead), int(plan.early), plan.prefetch)
-    return Shape((bank.first, bank.count, blocks, *flags, plan.warps, down_warps, down_blocks))
+    return Shape((bank.first, bank.count, blocks, int(plan.chained), plan.warps, down_warps, down_blocks))

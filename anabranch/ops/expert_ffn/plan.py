@@ -11,18 +11,12 @@ class GemvPlan:
     """How the two launches are laid out.
 
     `warps`: of a block of the first launch, each with one row of gate and of up under way. `down_warps`: of a block of
-    the second, each with one output column; None is as many as one block on each multiprocessor takes. `early`: the
-    second launch may start at once, not when the first one's last rows are under way. `prefetch`: experts whose rows
-    of the second launch are fetched into L2 meanwhile, beside the two that wait in registers. `ahead`: the shared
-    expert's first rows are asked for before the router has ended. `blocks`: of the first launch, None is one on each
-    multiprocessor. `chained`: a launch may start while the kernel before it runs.
+    the second, each with one output column; None is as many as one block on each multiprocessor takes. `blocks`: of the
+    first launch, None is one on each multiprocessor. `chained`: a launch may start while the kernel before it runs.
     """
 
     warps: int = 12
     down_warps: int | None = None
-    early: bool = True
-    prefetch: int = 2
-    ahead: bool = False
     blocks: int | None = None
     chained: bool = True
 

@@ -10,7 +10,8 @@ from anabranch.ops.early import early_launch, follow
 
 # libdevice's exp is the one in PyTorch's own CUDA kernels, bit for bit; Triton's interpreter does not know it
 _LIBDEVICE = tl.constexpr(not knobs.runtime.interpret)
-_BLOCK, _WARPS = 2048, 4
+_NARROW, _WIDE = 512, 2048  # columns of a program: many small ones start sooner, until there are too many to be at once
+_MOST_NARROW = 1024  # narrow programs; at 96 heads 32 rows are 768 of them and faster so, 128 rows are not
 
 
 @triton.jit
@@ -54,8 +55,10 @@ def sigmoid_gate(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(g), rounding twice as the pair of torch operations does: [T, W]."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        grid = (x.shape[0], triton.cdiv(x.shape[1], _BLOCK))
+        rows, width = x.shape
+        block = _NARROW if rows * triton.cdiv(width, _NARROW) <= _MOST_NARROW else _WIDE
         # a multiply-add contracted across two torch operations would round once where they round twice
-        options = {"num_warps": _WARPS, "enable_fp_fusion": False, **early_launch()}
-        _gate[grid](x, g, y, x.shape[1], x.stride(0), g.stride(0), BLOCK=_BLOCK, **options)
+        options = {"num_warps": 4, "enable_fp_fusion": False, **early_launch()}
+        grid = (rows, triton.cdiv(width, block))
+        _gate[grid](x, g, y, width, x.stride(0), g.stride(0), BLOCK=block, **options)
     return y

@@ -5,6 +5,7 @@
 
 constexpr int ROW_CHUNKS = 4, ROWS = 2;  // of a row, and rows of different experts, in registers at once
 constexpr int DOWN_REGISTERS = 64;
+constexpr int PREFETCHED = 2;  // experts behind the first ROWS whose row goes to L2 while the first launch runs
 
 struct DownParams {
   Routing routing;
@@ -12,7 +13,6 @@ struct DownParams {
   const uint16_t *h, *w, *shared;  // h: see gate_up.cuh; w [E, width, inner], shared [width, shared_inner] or null
   uint16_t* y;                     // [width]
   int width, inner, shared_inner, pitch, warps;
-  int prefetch;  // experts behind the first ROWS whose row goes to L2 while the first launch runs
 };
 
 // Lane r has the r-th local expert in ascending order.
@@ -79,7 +79,7 @@ __global__ void __maxnreg__(DOWN_REGISTERS) down_kernel(const __grid_constant__ 
 #pragma unroll
     for (int i = 0; i < N; i++) w[r][i] = part.ask(i);
   }
-  for (int n = ROWS; n < ROWS + p.prefetch; n++) {
+  for (int n = ROWS; n < ROWS + PREFETCHED; n++) {
     const Part part = mine.part(n, lane_id() * LINE);
     if (part.left > 0) prefetch_l2(part.at);
   }

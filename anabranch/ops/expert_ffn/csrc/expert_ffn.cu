@@ -15,7 +15,7 @@ using tvm::ffi::TensorView;
 
 // What gemv.py hands to both launches, in its order.
 struct Call {
-  int first, count, blocks, chained, ahead, early, prefetch, warps, down_warps, down_blocks;
+  int first, count, blocks, chained, warps, down_warps, down_blocks;
   explicit Call(const Shape& s) {
     TVM_FFI_ICHECK_EQ(s.size(), sizeof(Call) / sizeof(int));
     for (size_t i = 0; i < s.size(); i++) reinterpret_cast<int*>(this)[i] = (int)s[i];
@@ -77,7 +77,7 @@ void gate_up(TensorView x, TensorView w, TensorView experts, Optional<TensorView
   p.routing = routing_of(experts, call), p.x = at<uint16_t>(x), p.w = at<uint16_t>(w), p.shared = maybe(shared);
   p.h = at<uint16_t>(h), p.width = (int)x.size(1), p.inner = (int)w.size(1) / 2;
   p.shared_inner = shared.has_value() ? (int)shared.value().size(0) / 2 : 0;
-  p.pitch = (int)h.size(1), p.warps = call.warps, p.ahead = call.ahead, p.early = call.early;
+  p.pitch = (int)h.size(1), p.warps = call.warps;
   p.situ = situ, p.beta = (float)beta, p.linear_beta = (float)linear_beta;
   if (p.width <= 9 * CHUNK) launch_gate_up<9, true>(p, call, x.device());
   else launch_gate_up<7, false>(p, call, x.device());
@@ -90,7 +90,7 @@ void down(TensorView h, TensorView w, TensorView experts, TensorView weights, Op
   p.routing = routing_of(experts, call), p.weights = at<float>(weights), p.h = at<uint16_t>(h), p.w = at<uint16_t>(w);
   p.shared = maybe(shared), p.y = at<uint16_t>(y), p.width = (int)y.size(1), p.inner = (int)w.size(2);
   p.shared_inner = shared.has_value() ? (int)shared.value().size(1) : 0;
-  p.pitch = (int)h.size(1), p.warps = call.down_warps, p.prefetch = call.prefetch;
+  p.pitch = (int)h.size(1), p.warps = call.down_warps;
   const int most = p.shared_inner > p.inner ? p.shared_inner : p.inner, rows = ceil_div(p.routing.top_k + 1, ROWS) * ROWS;
   const int bytes = rows * ceil_div(most, ROW_CHUNKS * CHUNK) * ROW_CHUNKS * CHUNK * 2;
   launch<down_kernel>(p, call.down_blocks, bytes, call.chained, y.device());

@@ -10,8 +10,6 @@ struct GateUpParams {
   const uint16_t *x, *w, *shared;  // w [E, 2 * inner, width], shared [2 * shared_inner, width] or null
   uint16_t* h;                     // [top_k + 1, pitch]: by choice; the shared expert last
   int width, inner, shared_inner, pitch, warps;
-  int ahead;                       // the shared expert's first rows are asked for before the router has ended
-  int early;                       // the second launch may start at once, not when the last row is under way
   int situ;
   float beta, linear_beta;         // linear_beta 0: no cap
 };
@@ -67,13 +65,14 @@ __global__ void __maxnreg__(PAIR_REGISTERS) gate_up_kernel(const __grid_constant
   PairWalk<N> walk(p);
   uint4 gate[N], up[N];
   int chosen = -1;
-  if (!p.ahead || walk.flat >= p.shared_inner) wait_for_previous(), chosen = local_choice(p.routing);
+  // rows of the shared expert are asked for while the router still runs
+  if (walk.flat >= p.shared_inner) wait_for_previous(), chosen = local_choice(p.routing);
   walk.find(chosen);
 #pragma unroll
   for (int i = 0; i < N; i++) gate[i] = walk.gate.ask(i), up[i] = walk.up().ask(i);
   wait_for_previous();
-  if (p.early) launch_dependents();  // not before the wait: the second launch reads the router's choice at once
-  if (p.ahead) chosen = local_choice(p.routing);
+  launch_dependents();  // not before the wait: the second launch reads the router's choice at once
+  chosen = local_choice(p.routing);
   for (int i = threadIdx.x; i < passes * N * 32; i += p.warps * 32)
     x[i] = i * 8 < p.width ? load_written(p.x + i * 8) : make_uint4(0, 0, 0, 0);
   __syncthreads();
@@ -89,7 +88,6 @@ __global__ void __maxnreg__(PAIR_REGISTERS) gate_up_kernel(const __grid_constant
         gate[i] = walk.gate.ask(i), up[i] = walk.up().ask(i);
       }
     }
-    if (!p.early && walk.done()) launch_dependents();
     g = warp_sum(g), u = warp_sum(u);
     if (lane_id() == 0) store_result(p.h + to, activate(p, g, u));
   }

@@ -1,11 +1,14 @@
-// Sorts (token, choice) pairs by expert and cuts the runs into tiles, as ops/experts/tiles.py does, in one launch.
+// Sorts (token, choice) pairs by expert and cuts the runs into tiles, in one launch: those of ops/experts/tiles.py, but
+// a run's tiles are about as large as each other, and the largest tiles come first.
 //
 // One cluster. Each CTA ranks its share of the pairs by counting in shared memory; what lower CTAs counted and the runs
-// of lower experts say where a pair goes. The order inside a run is whatever the atomics give.
+// of lower experts say where a pair goes. The order inside a run is whatever the atomics give. Programs that take every
+// n-th tile of a falling order end within one tile of each other, however uneven the experts are.
 #pragma once
 
 constexpr int SORT_CTAS = 8, SORT_THREADS = 512, SORT_MOST = 32;  // pairs of a thread
 constexpr int SORT_EXPERTS = SORT_THREADS;                        // a thread adds up one expert
+constexpr int SORT_UNIT = 32, SORT_MANY = 1 << 14;                // pairs computed together; above all tiles there are
 
 struct SortParams {
   const int64_t* experts;  // [pairs], global indices
@@ -14,14 +17,11 @@ struct SortParams {
 };
 
 struct SortSmem {
-  int counts[SORT_EXPERTS], starts[SORT_EXPERTS], sums[2][SORT_THREADS / 32];
+  int counts[SORT_EXPERTS], starts[SORT_EXPERTS], sums[SORT_THREADS / 32];
+  int sizes[SORT_EXPERTS];  // of each expert: units of its largest tile x SORT_MANY + tiles
 };
 
 struct Sort {
-  struct Prefix {
-    int before, all;
-  };
-
   const SortParams& p;
   SortSmem& s;
   int tid, lane, warp, rank;
@@ -30,35 +30,42 @@ struct Sort {
     tid = threadIdx.x, lane = tid % 32, warp = tid / 32, rank = blockIdx.x;
   }
 
-  // Sums over the threads before this one, and over all.
-  DEV Prefix prefix(int x, int (&sums)[SORT_THREADS / 32]) const {
+  // The sum over the threads before this one.
+  DEV int prefix(int x) const {
     int through = x;
 #pragma unroll
     for (int m = 1; m < 32; m *= 2) {
       const int other = shuffle_up(through, m);
       if (lane >= m) through += other;
     }
-    if (lane == 31) sums[warp] = through;
+    if (lane == 31) s.sums[warp] = through;
     __syncthreads();
-    Prefix sum{through - x, 0};
+    int before = through - x;
 #pragma unroll
-    for (int w = 0; w < SORT_THREADS / 32; w++) {
-      if (w < warp) sum.before += sums[w];
-      sum.all += sums[w];
-    }
-    return sum;
+    for (int w = 0; w < SORT_THREADS / 32; w++)
+      if (w < warp) before += s.sums[w];
+    return before;
   }
 
+  // The tiles of this thread's expert, behind those of experts with larger ones.
   DEV void tiles(int run, int first) {
     const int tiles = run == 0 ? 0 : max((run - p.tail + p.tile - 1) / p.tile, 1);
-    const Prefix at = prefix(tiles, s.sums[1]);
+    const int units = (run + SORT_UNIT - 1) / SORT_UNIT, low = units / max(tiles, 1), more = units - low * tiles;
+    const int largest = low + (more > 0);
+    s.sizes[tid] = largest * SORT_MANY + tiles;
+    __syncthreads();
     if (rank != 0) return;
-    for (int j = 0; j < tiles; j++) {
-      int* const entry = p.table + at.before + j;
-      entry[0] = tid, entry[p.slots] = first + j * p.tile;
-      entry[2 * p.slots] = j + 1 < tiles ? first + (j + 1) * p.tile : first + run;
+    int before = 0, all = 0;
+    for (int e = 0; e < p.count; e++) {
+      const int other = s.sizes[e] / SORT_MANY, many = s.sizes[e] % SORT_MANY;
+      before += other > largest || (other == largest && e < tid) ? many : 0, all += many;
     }
-    for (int i = at.all + tid; i < p.slots; i += SORT_THREADS) p.table[i] = -1;
+    for (int j = 0, at = first; j < tiles; j++) {
+      int* const entry = p.table + before + j;
+      entry[0] = tid, entry[p.slots] = at, at = min(at + (low + (j < more)) * SORT_UNIT, first + run);
+      entry[2 * p.slots] = at;
+    }
+    for (int i = all + tid; i < p.slots; i += SORT_THREADS) p.table[i] = -1;
   }
 
   DEV void run() {
@@ -87,9 +94,9 @@ struct Sort {
       if (c < rank) lower += counted;
     }
     cluster_arrive();  // the peers' counts are read
-    const int first = prefix(run, s.sums[0]).before;
+    const int first = prefix(run);
     s.starts[tid] = first + lower;
-    tiles(run, first);  // which meets the block
+    tiles(run, first);  // where the block meets
 #pragma unroll
     for (int i = 0; i < SORT_MOST; i++)
       if (kept[i] >= 0) p.order[s.starts[kept[i] % SORT_EXPERTS] + kept[i] / SORT_EXPERTS] = begin + i * SORT_THREADS + tid;
