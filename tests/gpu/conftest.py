@@ -9,3 +9,10 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "/gpu/" in str(item.path):
                 item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture
+def unpoisoned(monkeypatch):
+    """Poison is a fill, which is a launch that the product does not have."""
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, getattr(torch._C._VariableFunctions, name))
