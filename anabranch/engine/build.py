@@ -111,7 +111,7 @@ def build_runner(path: Path, options: EngineOptions, peers: Peers, vocab: int | 
         runner.graphs.capture()
         prompts = prompt_sizes(model, options, max_len)
         if prompts:
-            runner.prompts = PromptGraphs(model, runner.cache, prompts, runner.vocab)
+            runner.prompts = PromptGraphs(model, runner.cache, prompts, max_len, runner.vocab)
             runner.prompts.capture()
     return runner, plan, max_len
 
@@ -138,7 +138,7 @@ def _plan(model: KimiForCausalLM, shape: CacheShape, options: EngineOptions, max
 def prompt_sizes(model: KimiForCausalLM, options: EngineOptions, max_len: int) -> list[int]:
     """The prompts that are captured, in tokens: those that a step may have, where a model's can be."""
     most = min(options.prefill_chunk, max_len)
-    return [] if options.eager or why_not(model) else [size for size in SIZES if size <= most]
+    return [] if options.eager else [size for size in SIZES if size <= most and why_not(model, size) is None]
 
 
 def on_cuda(model: KimiForCausalLM) -> bool:

@@ -121,6 +121,7 @@ def rank_facts(runner: Runner, memory: MemoryPlan) -> dict[str, Any]:
             for report in _prologues(model)
         },
         "graph_sizes": runner.graphs.sizes if runner.graphs else [],
+        "prompt_sizes": runner.prompts.sizes if runner.prompts else [],
         "footprint": asdict(footprint(model, layout, runner.cache.shape.state_dtype)),
         "memory": asdict(memory),
     }

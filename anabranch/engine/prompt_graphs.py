@@ -1,18 +1,20 @@
-"""CUDA graphs of short prompts from their first token: one request a replay, padded to a ladder of sizes.
+"""CUDA graphs of short prompts and of what is left of longer ones: one request a replay, padded to a ladder of sizes.
 
-A replay must not ask the host for a length, nor where a state is saved on the way. The recurrent layers read where the
-prompt ends on the device, and take the padding for a second segment without a slot, whose outputs are zeros. Attention
-sees one causal square of the padded size: no token looks at what stands behind it. Padding repeats the prompt's tokens,
-so that it meets no expert of its own.
+A replay must not ask the host for a length, nor where a state is saved on the way. The recurrent layers read on the
+device what a prompt goes on from and where it ends, and take the padding for a second segment without a slot, whose
+outputs are zeros. Attention has two forms. Up to SINGLE tokens each is a decode token of its own over the cache: so
+they may stand behind a history, be it a cached prefix or earlier chunks. A larger size is one causal square from the
+first token on: no token looks at what stands behind it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from anabranch.engine.cache import PAGE, Cache
+from anabranch.engine.cache import PAGE, Cache, pages_for
 from anabranch.engine.graphs import capture_mode, record
 from anabranch.engine.request import Request
 from anabranch.fusion.plan import Moment
@@ -20,18 +22,25 @@ from anabranch.layers.batch import Batch, Saves
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.ops.segments import Segments
 
-SIZES = (64, 128, 192, 256, 384, 512, 768, 1024)  # tokens, in pages; above, a step's work hides the host
+SIZES = (16, 64, 128, 256, 384, 512, 768, 1024)  # tokens; above, a step's work hides the host
+SINGLE = 256  # largest size whose tokens attend one by one, each reading all that it sees
+# tokens x context behind which a step is eager: 60 x 32,768 take Kimi-Linear-48B 28 ms from a graph and 58 without, and
+# each further 2^20 about 6 more (prefill.jsonl)
+PAIRS = 1 << 21
 _UNIT = 16  # numbers: every field starts on 128 bytes, so that kernels meet one alignment
 
 
-def why_not(model: KimiForCausalLM) -> str | None:
-    """The reason that a model's prompts cannot be captured, or None."""
+def why_not(model: KimiForCausalLM, size: int) -> str | None:
+    """The reason that a model's prompts of this size cannot be captured, or None."""
     place, chosen = model.parallel, {name: choice[0] for name, choice in model.selection.chosen.items()}
     if place.dp_size * place.pp_size > 1:
         return "several attention replicas or stages"
     if chosen["kda_prefill"] not in ("cuda", "chunked"):
         return f"kda_prefill={chosen['kda_prefill']} asks the host for lengths"
-    return None if chosen["mla_prefill"] == "cudnn" else f"mla_prefill={chosen['mla_prefill']} is not captured"
+    if size > SINGLE:
+        return None if chosen["mla_prefill"] == "cudnn" else f"mla_prefill={chosen['mla_prefill']} is not captured"
+    # fixed splits would hold results for the longest context of every token
+    return f"mla_step={chosen['mla_step']} holds too much" if model.ops.mla_step is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,30 +58,36 @@ class PromptGraphs:
     """One graph for each size, captured largest first so that they share memory.
 
     Args:
-        sizes: tokens; multiples of a page. A shorter prompt is padded to the next one.
+        sizes: tokens; multiples of 16, and of a page above SINGLE. Fewer tokens are padded to the next size.
+        max_len: longest sequence.
         vocab: ids below this may be chosen; None is all that the model has logits for.
 
     Raises:
-        ValueError: a size that is not a positive multiple of a page.
+        ValueError: a size that is not such a multiple.
     """
 
     def __init__(
-        self, model: KimiForCausalLM, cache: Cache, sizes: Sequence[int] = SIZES, vocab: int | None = None
+        self, model: KimiForCausalLM, cache: Cache, sizes: Sequence[int], max_len: int, vocab: int | None = None
     ) -> None:
-        if not sizes or any(size < PAGE or size % PAGE for size in sizes):
-            raise ValueError(f"prompt graph sizes {list(sizes)}: need at least one, all positive multiples of {PAGE}")
+        if not sizes or any(size < _UNIT or size % (_UNIT if size <= SINGLE else PAGE) for size in sizes):
+            needs = f"need at least one, all positive multiples of {_UNIT}, of {PAGE} above {SINGLE}"
+            raise ValueError(f"prompt graph sizes {list(sizes)}: {needs}")
         self.model, self.cache, self.device, self.vocab = model, cache, cache.device, vocab
-        self.sizes = sorted(set(sizes))
+        self.sizes, self.max_len = sorted(set(sizes)), max_len
         self.saves = cache.snapshots > 0 and model.ops.prefill_saves
         self._graphs: dict[int, _Captured] = {}
 
     def size(self, segments: Sequence[tuple[Request, int]]) -> int | None:
-        """The graph that holds a step of one prompt, or of its beginning; None if none does."""
+        """The graph that holds a step of one prompt, or of a part of one; None if none does."""
         if len(segments) != 1:
             return None
         request, count = segments[0]
-        plain = not request.decoding and request.computed == 0 and request.params.prompt_logprobs is None
-        return next((size for size in self.sizes if size >= count), None) if plain else None
+        if request.decoding or request.params.prompt_logprobs is not None:
+            return None
+        size = next((size for size in self.sizes if size >= count), None)
+        if size is None or not request.computed:
+            return size
+        return size if size <= SINGLE and count * (request.computed + count) <= PAIRS else None
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -86,12 +101,12 @@ class PromptGraphs:
             self._graphs[size] = _Captured(graph, fields, batch, logits, picked)
 
     def run(self, request: Request, count: int, size: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """The first `count` tokens of a request, at most `size`: logits [1, vocab] of the last, `ops.pick` of them.
+        """The next `count` tokens of a request, at most `size`: logits [1, vocab] of the last, `ops.pick` of them.
 
         The tensors are valid until the next run.
         """
-        captured = self._graphs[size]
-        captured.fields.copy_(self.host(size, request, count), non_blocking=True)
+        captured, host = self._graphs[size], self.host(size, request, count)
+        captured.fields[: len(host)].copy_(host, non_blocking=True)
         captured.graph.replay()
         return captured.logits, captured.picked
 
@@ -100,56 +115,91 @@ class PromptGraphs:
         return logits, self.model.ops.pick(logits[:, : self.vocab])
 
     def host(self, size: int, request: Request | None = None, count: int = 0) -> torch.Tensor:
-        """int64: the fields of a prompt; without one, of a full size of tokens of nobody."""
-        buffer = torch.zeros(sum(_places(size)), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        tokens, rows, table, chunks, *rest = (part.numpy() for part in _split(buffer, size))
-        offsets, ends, slots, wanted, kept, cuts = rest
-        count = size if request is None else count
-        offsets[:3], ends[0], wanted[0] = (0, count, size), count, count - 1
-        slots[:2], rows[:], table[:], chunks[:], kept[0] = -1, -1, self.cache.pages, -1, -1
-        if request is None:
-            tokens[:] = np.arange(size) % self.model.config.vocab_size
+        """int64: the fields of a request's next `count` tokens; without one, of a full size of tokens of nobody.
+
+        Where tokens attend one by one, a request's block table is as wide as it needs.
+        """
+        total = self.max_len if request is None else request.computed + count
+        width = pages_for(total) if size <= SINGLE else size // PAGE
+        buffer = torch.zeros(_room(size) + width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        fields = _split(buffer.numpy(), size)
+        fields.slots[:] = fields.rows[:] = fields.chunks[:] = fields.kept[:] = -1
+        if request is not None:
+            _fill(fields, request, count)
         else:
-            pages = np.asarray(request.pages[: -(-count // PAGE)])
-            slots[0], tokens[:] = request.slot, np.resize(request.next_tokens(count), size)
-            rows[:count] = (pages[:, None] * PAGE + np.arange(PAGE)).ravel()[:count]
-            # what padding reads must be finite wherever the request is: pages of its own
-            table[:], table[: len(pages)] = pages[0], pages
-            if request.saving is not None:
-                cuts[0], kept[0] = request.saving
-                chunks[cuts[0] // PAGE - 1] = kept[0]
+            fields.tokens[:], fields.table[:] = np.arange(size) % self.model.config.vocab_size, self.cache.pages
+            fields.offsets[1:], fields.wanted[0] = size, size - 1
         return buffer
 
     def batch(self, fields: torch.Tensor, size: int) -> Batch:
-        """The pass over a padded prompt; host lengths say how much room its segments may take, wherever they end."""
-        tokens, rows, table, chunks, *rest = _split(fields, size)
-        offsets, ends, slots, wanted, kept, cuts = rest
+        """The pass over padded tokens; host lengths say how much room their segments may take, wherever they end."""
+        f = _split(fields, size)
         whole = torch.tensor([0, size], device=self.device)
-        return Batch(
-            tokens=tokens,
-            segments=Segments((size - 1, 1), (size - 1, 0), offsets[:3], ends[:2]),
+        square = Batch(
+            tokens=f.tokens,
+            segments=Segments((size - 1, 1), (size - 1, 0), f.offsets, f.ends),
             prefill=Segments((size,), (size,), whole, whole[1:]),
             decodes=0,
-            slots=slots[:2],
-            block_table=table[None],
-            rows=rows,
-            wanted=wanted[:1],
+            slots=f.slots,
+            block_table=f.table[None],
+            rows=f.rows,
+            wanted=f.wanted,
             moment=Moment(size, size, True),
-            saves=Saves(chunks=chunks, slots=kept[:1], ends=cuts[:1]) if self.saves else None,
+            saves=Saves(chunks=f.chunks, slots=f.kept, ends=f.cuts) if self.saves else None,
         )
+        if size > SINGLE:
+            return square
+        return replace(square, block_table=f.table.expand(size, -1), sees=f.sees, moment=Moment(1, self.max_len, True))
+
+
+class _Fields(NamedTuple):
+    """What a replay reads: views into one buffer, of torch or numpy. The table is last, and the host's may be short."""
+
+    tokens: Any
+    rows: Any
+    sees: Any
+    chunks: Any
+    offsets: Any
+    ends: Any
+    slots: Any
+    wanted: Any
+    kept: Any
+    cuts: Any
+    table: Any
+
+
+def _counts(size: int) -> tuple[int, ...]:
+    """Numbers in each field but the table. Chunks: those of tokens that leave one of padding, and of that."""
+    return size, size, size, -(-size // PAGE) + 1, 3, 2, 2, 1, 1, 1
 
 
 def _places(size: int) -> list[int]:
-    """Numbers that each field takes; the short ones take a unit."""
-    table, chunks = (-(-places // _UNIT) * _UNIT for places in (size // PAGE, _chunks(size)))
-    return [size, size, table, chunks, *(_UNIT for _ in ("offsets", "ends", "slots", "wanted", "kept", "cuts"))]
+    """Numbers that these fields take up."""
+    return [-(-count // _UNIT) * _UNIT for count in _counts(size)]
 
 
-def _chunks(size: int) -> int:
-    """Chunks of the longest prompt that leaves a token of padding, and of that."""
-    return size // PAGE + 1
+def _room(size: int) -> int:
+    return sum(_places(size))
 
 
-def _split(fields: torch.Tensor, size: int) -> list[torch.Tensor]:
-    tokens, rows, table, chunks, *rest = fields.split(_places(size))
-    return [tokens, rows, table[: size // PAGE], chunks[: _chunks(size)], *rest]
+def _split(buffer: Any, size: int) -> _Fields:
+    *starts, end = np.cumsum([0, *_places(size)]).tolist()
+    parts = [buffer[start : start + count] for start, count in zip(starts, _counts(size), strict=True)]
+    return _Fields._make([*parts, buffer[end:]])
+
+
+def _fill(fields: _Fields, request: Request, count: int) -> None:
+    """Write a request's next `count` tokens over fields of nobody."""
+    new, size, first = request.next_tokens(count), len(fields.tokens), request.computed
+    at, pages = first + np.arange(count), np.asarray(request.pages[: pages_for(first + count)])
+    # padding shall meet few experts of its own: equal tokens that see nothing stay equal, in a square no token does
+    filler = new[-1:] if size <= SINGLE else new
+    fields.tokens[:count], fields.tokens[count:] = new, np.resize(filler, size - count)
+    fields.rows[:count], fields.sees[:count] = pages[at // PAGE] * PAGE + at % PAGE, at + 1
+    # what padding reads in a square must be finite wherever the request is: pages of its own
+    fields.table[:], fields.table[: len(pages)] = pages[0], pages
+    fields.offsets[1:], fields.ends[0] = (count, size), first + count
+    fields.slots[0], fields.wanted[0] = request.slot, count - 1
+    if request.saving is not None:
+        depth, slot = request.saving
+        fields.cuts[0], fields.kept[0], fields.chunks[(depth - first) // PAGE - 1] = depth - first, slot, slot

@@ -55,6 +55,7 @@ class Batch:
 
     Decode tokens take the recurrent / absorbed forms, prefill segments (also short ones) the chunk / explicit forms.
     Without decodes the last of `segments` may be padding, with slot -1; `prefill` counts it to the sequence before it.
+    With `sees`, latent attention takes all tokens for decode tokens (see `single`), and recurrent layers the segments.
     """
 
     tokens: torch.Tensor  # int64 [T]
@@ -62,12 +63,18 @@ class Batch:
     prefill: Segments  # those behind the decodes, counted from their first token
     decodes: int
     slots: torch.Tensor  # int64 [B] recurrent-state slot; -1 is no slot
-    block_table: torch.Tensor  # int64 [B, max pages]
+    block_table: torch.Tensor  # int64 [B, max pages]; with `sees` [T, max pages]
     rows: torch.Tensor  # int64 [T] latent cache row of each token (page * page size + offset); -1 is none
     wanted: torch.Tensor  # int64 [W] tokens whose logits are computed
     moment: Moment = EAGER  # what the choice of a projection path may look at besides T
     counts: tuple[int, ...] | None = None  # T of every attention replica, where there are several
     saves: Saves | None = None  # what the prompts leave on their way
+    sees: torch.Tensor | None = None  # int64 [T] tokens in the cache that each token attends to; 0 is padding
+
+    @property
+    def single(self) -> tuple[int, torch.Tensor]:
+        """How many leading tokens latent attention takes one by one, and int64 [at least so many] what each sees."""
+        return (self.decodes, self.segments.ends) if self.sees is None else (len(self.sees), self.sees)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,16 +42,16 @@ class MlaLayer(MergedOwner):
         with closing(self.prologue(x, batch.moment)) as inputs:
             q = self.q_b_proj(self.q_a_layernorm(inputs.q)) if self.config.q_lora_rank else inputs.q
             q = q.unflatten(-1, (self.heads, self.config.qk_dim))
-            whole = self.ops.mla_step is not None and batch.decodes == len(q) > 0
+            whole = self.ops.mla_step is not None and batch.single[0] == len(q) > 0
             o = (self._step if whole else self._chain)(q, inputs, batch, cache.pages)
         return self.comm.all_reduce(self.o_proj(o), "attn_tp")
 
     def _step(self, q: torch.Tensor, inputs: MlaInputs, batch: Batch, pages: torch.Tensor) -> torch.Tensor:
-        """Decode tokens alone, from raw projections to gated outputs in one operation: [B, H * v]."""
+        """Tokens that are taken one by one, from raw projections to gated outputs in one operation: [B, H * v]."""
         assert self.ops.mla_step is not None
-        norm, gate = self.kv_a_layernorm, inputs.gate
+        norm, gate, (_, sees) = self.kv_a_layernorm, inputs.gate, batch.single
         return self.ops.mla_step(
-            *(q, inputs.kv, norm.weight, norm.eps, batch.rows, batch.segments.ends, batch.block_table, pages),
+            *(q, inputs.kv, norm.weight, norm.eps, batch.rows, sees, batch.block_table, pages),
             *(self._kv_b, None if gate is None else gate.take),
         )
 
@@ -67,11 +67,11 @@ class MlaLayer(MergedOwner):
         self.ops.mla_write(kv, norm.weight, norm.eps, batch.rows, pages)
 
     def _attend(self, q: torch.Tensor, batch: Batch, pages: torch.Tensor) -> torch.Tensor:
-        """Absorbed form for the decode tokens, explicit form for the prefill segments: [T, H * v]."""
-        n, ops, parts = batch.decodes, self.ops, []
+        """Absorbed form for tokens that are taken one by one, explicit form for the others' segments: [T, H * v]."""
+        (n, sees), ops, parts = batch.single, self.ops, []
         if n:
-            parts.append(ops.mla_decode(q[:n], batch.segments.ends[:n], batch.block_table[:n], pages, self._kv_b))
-        if batch.prefill:
+            parts.append(ops.mla_decode(q[:n], sees[:n], batch.block_table[:n], pages, self._kv_b))
+        if n < len(q):
             parts.append(ops.mla_prefill(q[n:], batch.prefill, batch.block_table[n:], pages, self._kv_b))
         return joined(parts)
 

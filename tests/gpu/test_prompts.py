@@ -158,7 +158,7 @@ def test_a_thousand_tokens_are_one_step_and_leave_the_state_after_960(model, eag
         runner.launch = counted
         [first] = llm.generate([head + ends[0]], GREEDY)
         [warm] = llm.generate([head + ends[1]], GREEDY)
-        assert sum(runner.prompt_replays.values()) == (not eager), "what follows a prefix is not replayed"
+        assert runner.prompt_replays == ({} if eager else {1024: 1, 64: 1}), "what follows a prefix is replayed too"
         assert llm.engine.scheduler.prefix is not None
         llm.engine.scheduler.prefix.flush()
         [cold] = llm.generate([head + ends[1]], GREEDY)
@@ -167,3 +167,25 @@ def test_a_thousand_tokens_are_one_step_and_leave_the_state_after_960(model, eag
     [(ids, scores), (cold_ids, cold_scores)] = said([warm, cold])
     assert scores[0] == pytest.approx(cold_scores[0], abs=0.05)
     print(f"eager={eager}: {sum(a == b for a, b in zip(ids, cold_ids, strict=True))} of 16 tokens equal")
+
+
+def test_what_is_left_of_a_prompt_is_replayed(model):
+    """The last chunk of a long prompt, and a chat's turns behind their prefix, but no long one."""
+    long, turns = prompt(CHUNK + 100, 21), [prompt(n, 22 + n) for n in (9, 150, 300)]
+    found = []
+    with make(model) as llm:
+        runner = llm.engine.runner
+        for graphs in (runner.prompts, None):
+            runner.prompts = graphs
+            runner.prompt_replays.clear()
+            assert llm.engine.flush()
+            outputs = llm.generate([long], GREEDY)
+            for turn in turns:
+                outputs += llm.generate([long + turn], GREEDY)
+            assert [o.cached_tokens for o in outputs] == [0, 2112, 2112, 2112]
+            found.append((dict(runner.prompt_replays), said(outputs)))
+    (replays, got), (none, want) = found
+    assert replays == {128: 1, 64: 1, 256: 1}, "100, 36 + 9 and 36 + 150 tokens; 36 + 300 are eager"
+    assert not none
+    for (_, scores), (_, eager_scores) in zip(got, want, strict=True):
+        assert scores[0] == pytest.approx(eager_scores[0], abs=0.05)
