@@ -10,6 +10,7 @@ from anabranch.layers.experts import Mxfp4Experts, PlainExperts
 from anabranch.layers.linear import Linear, RMSNorm, frozen
 from anabranch.layers.load import ExpertLoad
 from anabranch.layers.mlp import Mlp
+from anabranch.ops.router.plan import FEW_TOKENS, scratch_words
 from anabranch.parallel.exchange import Traffic, combine, dispatch
 
 Routing = tuple[torch.Tensor, torch.Tensor]  # weights and experts of each token
@@ -24,11 +25,29 @@ class Router(nn.Module):
         self.moe, self.ops = build.config.moe, build.ops
         self.weight = frozen(self.moe.experts, build.config.hidden_size, dtype=build.dtype, device=build.device)
         self.e_score_correction_bias = frozen(self.moe.experts, dtype=torch.float32, device=build.device)
-        # counts arrivals in a launch and returns to zero; not a buffer, as those are planned and loaded like weights
-        self.scratch = (torch.zeros(1, dtype=torch.int32, device=build.device),)
+        # is zero between launches; not a buffer, as those are planned and loaded like weights
+        words = scratch_words(self.moe.experts)
+        self.scratch = (torch.zeros(words, dtype=torch.int32, device=build.device),)
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, made: Routing | None = None) -> Routing:
+        """The choice for x, or the one that was `made` with its norm: whoever watches the router sees every choice."""
+        if made is not None:
+            return made
         return self.ops.route(x, self.weight, self.e_score_correction_bias, self.moe, *self.scratch)
+
+    def norms(self, rows: int) -> bool:
+        """Whether `normed` takes so many rows."""
+        return self.ops.norm_route is not None and 1 <= rows <= FEW_TOKENS
+
+    def normed(
+        self, norm: RMSNorm, x: torch.Tensor, update: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, Routing]:
+        """x + update, its norm and the choice for that, in one launch."""
+        assert self.ops.norm_route is not None
+        counters.add("moe.norm_route")
+        own = (self.weight, self.e_score_correction_bias, self.moe, *self.scratch)
+        total, y, *routing = self.ops.norm_route(x, update, norm.weight, norm.eps, *own)
+        return total, y, (routing[0], routing[1])
 
 
 class MoeFfn(nn.Module):
@@ -51,19 +70,22 @@ class MoeFfn(nn.Module):
             if moe.latent_norm:
                 self.routed_expert_norm = RMSNorm(build, moe.latent_size)
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]. The experts see the rows of all attention replicas."""
+    def forward(self, x: torch.Tensor, batch: Batch, routing: Routing | None = None) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]. The experts see the rows of all attention replicas.
+
+        `routing`: the router's choice for x, where it was made with the norm; of one replica only.
+        """
         if self.traffic is not None and self.traffic.prefers_all_to_all(batch.counts, batch.moment.graph):
             counters.add("moe.all_to_all")
             return self._joined(*self._visited(x, batch, self.traffic))
         x = self.comm.gather_rows(x, batch.counts)
-        routing = self.gate(x)  # reads the full width, also for latent experts
+        choice: Routing = self.gate(x, routing)  # reads the full width, also for latent experts
         if self.load is not None:
-            self.load.note(routing[1], batch)
+            self.load.note(choice[1], batch)
         z = self.routed_expert_down_proj(x) if self.moe.latent_size else None
         run = self._separate if self.ops.expert_ffn is None else self._together
         # the latent sum must be complete before its norm, so one collective carries both partial sums
-        y = self.comm.sum_rows(run(x, routing, z), batch.counts)
+        y = self.comm.sum_rows(run(x, choice, z), batch.counts)
         return self._joined(*y.split([self.moe.latent_size, x.shape[-1]], -1)) if self.moe.latent_size else y
 
     def _joined(self, routed: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from anabranch.layers.linear import Linear, RMSNorm
+from anabranch.layers.moe import Router, Routing
 
 
 @dataclass(slots=True)
@@ -34,6 +35,14 @@ class Stream:
         self.prefix, y = norm.add(self.prefix, self.pending)
         self.pending = None
         return y
+
+    def routed(self, norm: RMSNorm, gate: Router) -> tuple[torch.Tensor, Routing]:
+        """norm(sum) and the choice of `gate` for it, in one launch."""
+        prefix, update = (self.sum, None) if self.pending is None else (self.prefix, self.pending)
+        assert prefix is not None
+        self.prefix, y, routing = gate.normed(norm, prefix, update)
+        self.pending = None
+        return y, routing
 
     def mixed(self, read: RMSNorm, score: Linear, norm: RMSNorm) -> torch.Tensor:
         """norm of the mixture of banked sums and sum that `read` and `score` weigh (model_spec section 7)."""

@@ -40,7 +40,15 @@ class DecoderLayer(nn.Module):
     def forward(self, stream: Stream, batch: Batch, cache: LayerCache) -> None:
         """Adds this layer's two updates to the stream."""
         stream.add(self.self_attn(self.read_for_attention(stream), batch, cache))
-        stream.add(getattr(self, self.ffn_name)(self.read_for_ffn(stream), batch))
+        stream.add(self.feed(stream, batch))
+
+    def feed(self, stream: Stream, batch: Batch) -> torch.Tensor:
+        """The FFN's update; a few rows are normed and routed in one launch."""
+        ffn = getattr(self, self.ffn_name)
+        if isinstance(ffn, MoeFfn) and ffn.gate.norms(len(batch.tokens)):
+            x, routing = stream.routed(self.post_attention_layernorm, ffn.gate)
+            return ffn(x, batch, routing)
+        return ffn(self.read_for_ffn(stream), batch)
 
     def read_for_attention(self, stream: Stream) -> torch.Tensor:
         return stream.normed(self.input_layernorm)
@@ -152,7 +160,12 @@ class KimiForCausalLM(nn.Module):
         super().__init__()
         self.config, self.parallel, self.dtype = config, parallel or ParallelConfig(), dtype
         self.selection = select(
-            config, torch.device(device or "cpu"), dtype=dtype, deterministic=deterministic, wishes=ops
+            config,
+            torch.device(device or "cpu"),
+            dtype=dtype,
+            deterministic=deterministic,
+            replicas=self.parallel.dp_size,
+            wishes=ops,
         )
         self.plan = make_plan(
             config,

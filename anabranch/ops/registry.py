@@ -14,6 +14,7 @@ import torch
 from anabranch.config.model import ModelConfig
 from anabranch.config.verdict import Verdict
 from anabranch.ops import native
+from anabranch.ops.router.plan import FEW_TOKENS, unfit
 
 Op = Callable[..., torch.Tensor]
 
@@ -22,7 +23,8 @@ Op = Callable[..., torch.Tensor]
 class Ops:
     """Every operation that layers and the sampler call. Contracts are in `ops/<folder>/spec.py`.
 
-    `kda_step`, `kda_inputs`, `mla_step` or `expert_ffn` None: the layer runs the operations that it would fuse.
+    `kda_step`, `kda_inputs`, `mla_step`, `norm_route` or `expert_ffn` None: the layer runs the operations that it would
+    fuse.
     `prefill_layout` is what kda_prefill wants of kda_inputs; where that is "grouped", `kda_prompt` is its form that
     norms and gates for itself. `prefill_saves`: both forms take `saves`, and `conv_save` keeps the rows that go with a
     state.
@@ -49,6 +51,7 @@ class Ops:
     sigmoid_gate: Op
     glu: Op
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    norm_route: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] | None
     routed_experts: Op
     expert_ffn: Op | None
     residual_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -78,6 +81,7 @@ _FOLDERS = {
     "mla_step": "mla",
     "sigmoid_gate": "gate",
     "route": "router",
+    "norm_route": "router",
     "routed_experts": "experts",
     "residual_norm": "attn_residual",
     "pick": "log_softmax",
@@ -91,7 +95,8 @@ class Implementation:
     `batch_invariant`: a row's bits do not depend on the other rows, so deterministic mode may use it. `fits` says
     whether a model's shapes are ones it was made for, `dtypes` names the model dtypes it computes in. `native` is the
     folder whose CUDA C++ it loads: it needs a Hopper GPU and a built or buildable library. `layout`: what a prefill
-    kernel reads (ops/kda_inputs); `saves`: it stores states on the way through a prompt.
+    kernel reads (ops/kda_inputs); `saves`: it stores states on the way through a prompt. `alone`: it cannot be where
+    the rows of attention replicas join.
     """
 
     name: str
@@ -103,6 +108,7 @@ class Implementation:
     native: str | None = None
     layout: str = "normed"
     saves: bool = False
+    alone: bool = False
 
     def verdict(
         self,
@@ -110,14 +116,17 @@ class Implementation:
         device: torch.device,
         deterministic: bool,
         dtype: torch.dtype = torch.bfloat16,
+        replicas: int = 1,
     ) -> Verdict:
-        """Whether this implementation may run here."""
+        """Whether this implementation may run here, where the ranks hold so many attention replicas."""
         if deterministic and not self.batch_invariant:
             return Verdict(False, "not batch-invariant")
         if self.device is not None and device.type != self.device:
             return Verdict(False, f"needs {self.device}")
         if self.package is not None and find_spec(self.package) is None:
             return Verdict(False, f"needs the package {self.package}")
+        if self.alone and replicas > 1:
+            return Verdict(False, f"cannot be where the rows of attention replicas join, there are {replicas}")
         if self.dtypes is not None and dtype not in self.dtypes:
             return Verdict(False, f"does not compute in {str(dtype).removeprefix('torch.')}")
         if self.native is not None and not (verdict := _native(self.native, device)).ok:
@@ -186,6 +195,18 @@ def _ungrouped(config: ModelConfig) -> Verdict:
     )
 
 
+def _few_routed(config: ModelConfig) -> Verdict:
+    why = unfit(config.moe, config.hidden_size) if config.moe else "needs a router"
+    return Verdict(False, why) if why else Verdict(True, f"up to {FEW_TOKENS} tokens, triton above")
+
+
+def _few_normed(config: ModelConfig) -> Verdict:
+    if config.attn_res_block is not None:
+        return Verdict(False, "attention residuals are read through a norm of their own")
+    first = _few_routed(config)
+    return Verdict(True, f"up to {FEW_TOKENS} tokens, two launches above") if first.ok else first
+
+
 def _plain_experts(config: ModelConfig) -> Verdict:
     moe = config.moe
     if moe is None or config.expert_format == "mxfp4" or moe.latent_size:
@@ -229,6 +250,13 @@ def _coded(name: str, batch_invariant: bool = False) -> Implementation:
         package="triton",
         native="fp8_linear",
         dtypes=(torch.bfloat16,),
+    )
+
+
+def _routed(fits: Callable[[ModelConfig], Verdict], alone: bool = False) -> Implementation:
+    bf16 = (torch.bfloat16,)
+    return Implementation(
+        name="cuda", device="cuda", package="triton", native="router", dtypes=bf16, fits=fits, alone=alone
     )
 
 
@@ -326,7 +354,9 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     ),
     "sigmoid_gate": (_triton(), _INVARIANT_REFERENCE),
     "glu": (_triton(), _REFERENCE, _DETERMINISTIC),
-    "route": (_triton(_ungrouped), _REFERENCE, _DETERMINISTIC),
+    # the bits of a few tokens are not those of many
+    "route": (_routed(_few_routed), _triton(_ungrouped), _REFERENCE, _DETERMINISTIC),
+    "norm_route": (_routed(_few_normed, alone=True), Implementation(name="chain", batch_invariant=True)),
     "routed_experts": (_triton(), _REFERENCE, _DETERMINISTIC),
     # the bits of one token are not those of prompt tokens
     "expert_ffn": (
@@ -364,12 +394,14 @@ def select(
     *,
     dtype: torch.dtype = torch.bfloat16,
     deterministic: bool = False,
+    replicas: int = 1,
     wishes: Mapping[str, str] | None = None,
 ) -> Selection:
     """Choose every operation for this model and device.
 
     Args:
         config: the model; None asks about models in general.
+        replicas: attention replicas that share the ranks.
         wishes: operation name -> implementation name; each is honoured or refused, never dropped.
 
     Raises:
@@ -379,7 +411,8 @@ def select(
     for name in wishes:
         if name not in OP_NAMES:
             raise ValueError(f"op {name!r} is unknown; accepted: {', '.join(OP_NAMES)}")
-    chosen = {name: _choose(name, wishes.get(name), config, device, deterministic, dtype) for name in OP_NAMES}
+    where = (config, device, deterministic, dtype, replicas)
+    chosen = {name: _choose(name, wishes.get(name), *where) for name in OP_NAMES}
     if deterministic:
         for one, other in _PAIRS:
             if chosen[one][0] != chosen[other][0]:
@@ -403,18 +436,19 @@ def _choose(
     device: torch.device,
     deterministic: bool,
     dtype: torch.dtype,
+    replicas: int,
 ) -> tuple[str, str]:
     candidates = {i.name: i for i in IMPLEMENTATIONS[name]}
     if wish is not None:
         if wish not in candidates:
             raise ValueError(f"op {name}={wish}: accepted are {', '.join(candidates)}")
-        verdict = candidates[wish].verdict(config, device, deterministic, dtype)
+        verdict = candidates[wish].verdict(config, device, deterministic, dtype, replicas)
         if not verdict.ok:
             raise ValueError(f"op {name}={wish} cannot be honoured: {verdict.reason}")
         return wish, "asked for"
     refused = []
     for implementation in candidates.values():
-        verdict = implementation.verdict(config, device, deterministic, dtype)
+        verdict = implementation.verdict(config, device, deterministic, dtype, replicas)
         if verdict.ok:
             return implementation.name, "; ".join([verdict.reason, *refused])
         refused.append(f"{implementation.name}: {verdict.reason}")

@@ -1,5 +1,5 @@
-"""The contract of early reads, recorded on a whole engine: what lies between the last write to a KDA layer's memory and
-a step that may read it before the kernel in front has ended (ops/kda_step/spec.py)."""
+"""The contract of early reads, recorded on a whole engine: what lies between the last write to a layer's memory and a
+step that may read it before the kernel in front has ended (ops/kda_step/spec.py, ops/mla/spec.py)."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,32 +12,34 @@ from helpers.ref_tiny import kimi_k3_tiny, kimi_linear_tiny, random_weights
 
 from anabranch.engine.cache import Cache, CacheShape
 from anabranch.engine.engine import Engine
+from anabranch.engine.prompt_graphs import PromptGraphs
 from anabranch.engine.request import Request
 from anabranch.engine.runner import Runner
 from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
 from anabranch.models import kimi
 from anabranch.ops.kda_step.reference import kda_step
+from anabranch.ops.mla.reference import mla_step
 from anabranch.ops.registry import OP_NAMES, select
+from anabranch.ops.router.reference import norm_route
 
-TINY = {
-    "kl": kimi_linear_tiny(layers=4, kda_layers=(1, 2, 3), full_layers=(4,)),
-    "k3": kimi_k3_tiny(),
-}
+KL = kimi_linear_tiny(layers=4, kda_layers=(1, 2, 3), full_layers=(4,))
+TINY = {"kl": KL, "kl, norms with routers": KL, "k3": kimi_k3_tiny()}
 PLAIN = ("rms_norm", "add_rms_norm", "residual_norm")  # launched plainly: all before them is complete
-WRITERS = ("kda_prefill", "kda_decode", "kda_step")  # the last argument is the state; conv precedes them
+# which argument is the memory: the state, whose conv precedes it, or pages
+WRITERS = {"kda_prefill": -1, "kda_decode": -1, "kda_step": -1, "mla_write": -1, "mla_step": 7}
 EVERYTHING = -1  # slots and pools of all layers
 
 Event = tuple[str, int]
 
 
 def recorded(name: str, op: Callable, events: list[Event]) -> Callable:
-    """`op`, noting its name and, where it writes recurrent memory, the pool that it writes."""
+    """`op`, noting its name and, where it writes a layer's memory, the pool that it writes."""
 
     def call(*args: Any, **options: Any) -> Any:
-        pool = args[-1].data_ptr() if name in WRITERS else 0
-        if name == "kda_step":
-            events.append(("early step" if options["early"] else "step", pool))
+        pool = args[WRITERS[name]].data_ptr() if name in WRITERS else 0
+        if name in ("kda_step", "mla_step"):
+            events.append((f"early {name}" if options["early"] else name, pool))
             return op(*args, **options)
         out = op(*args, **options)
         events.append((name, pool))
@@ -46,14 +48,16 @@ def recorded(name: str, op: Callable, events: list[Event]) -> Callable:
     return call
 
 
-@pytest.fixture(params=["kl", "k3"])
+@pytest.fixture(params=list(TINY))
 def engine(request, monkeypatch) -> tuple[Engine, list[Event]]:
     events: list[Event] = []
 
     def select_recorded(*args: Any, **options: Any) -> Any:
         chosen = select(*args, **options)
         ops = {name: getattr(chosen.ops, name) for name in OP_NAMES if getattr(chosen.ops, name) is not None}
-        ops["kda_step"] = kda_step
+        ops |= {"kda_step": kda_step, "mla_step": mla_step}
+        if "routers" in request.param:  # as on a GPU: it is no plain launch
+            ops["norm_route"] = norm_route
         return replace(chosen, ops=replace(chosen.ops, **{name: recorded(name, ops[name], events) for name in ops}))
 
     def noted(method: Callable) -> Callable:
@@ -76,7 +80,7 @@ def engine(request, monkeypatch) -> tuple[Engine, list[Event]]:
 def breach(events: list[Event]) -> str | None:
     """The first early step that the contract does not cover."""
     for i, (name, pool) in enumerate(events):
-        if name != "early step":
+        if not name.startswith("early"):
             continue
         if events[i - 1][0] not in ("linear", "batched_linear", "gemm_low_rank"):
             return f"a step reads early behind {events[i - 1][0]}"
@@ -88,7 +92,7 @@ def breach(events: list[Event]) -> str | None:
     return None
 
 
-def test_early_steps_stand_behind_a_projection_and_a_plain_launch(engine):
+def test_early_steps_stand_behind_a_projection_and_a_plain_launch(engine, request):
     """Prompts beside running answers, prefix hits and snapshots: each writes slots right before a step."""
     engine, events = engine
     prompt = [(7 * i + 2) % 30 for i in range(130)]
@@ -100,17 +104,31 @@ def test_early_steps_stand_behind_a_projection_and_a_plain_launch(engine):
     while engine.busy:
         engine.step()
     names = [name for name, _ in events]
-    assert names.count("early step") > 20
+    assert names.count("early kda_step") > 20
+    assert names.count("early mla_step") > 6
     assert names.count("slot written") > 10
-    assert "kda_prefill" in names
+    assert {"kda_prefill", "mla_write"} <= set(names)
+    assert (names.count("norm_route") > 20) == ("routers" in request.node.name)
     assert breach(events) is None
 
 
+def test_tokens_of_one_sequence_read_no_row_early(engine):
+    """A prompt's token sees rows that the same step writes."""
+    (engine, events), size = engine, 16
+    graphs = PromptGraphs(engine.runner.model, engine.runner.cache, [size], 500)
+    events.clear()
+    engine.runner.model(graphs.batch(graphs.host(size), size), engine.runner.cache.layers)
+    names = {name for name, _ in events}
+    assert "mla_step" in names
+    assert "early mla_step" not in names
+
+
 def test_the_check_sees_a_breach():
-    norm, gemm, step = ("rms_norm", 0), ("linear", 0), ("early step", 5)
+    norm, gemm, step = ("rms_norm", 0), ("linear", 0), ("early kda_step", 5)
     assert breach([("slot written", EVERYTHING), norm, gemm, step]) is None
     assert breach([norm, ("kda_step", 6), gemm, step]) is None
     assert breach([norm, ("conv", 5), step]) == "a step reads early behind conv"
+    assert breach([norm, ("mla_write", 5), gemm, ("early mla_step", 5)]) is not None
     assert breach([norm, ("slot written", EVERYTHING), gemm, step]) == (
         "no plain launch between slot written and an early step"
     )

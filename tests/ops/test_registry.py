@@ -11,7 +11,7 @@ from anabranch.config.verdict import Verdict
 from anabranch.ops.registry import IMPLEMENTATIONS, OP_NAMES, select
 
 CONFIG = model_config(kimi_linear_tiny())
-OPTIONAL = ("kda_step", "kda_inputs", "mla_step", "expert_ffn")
+OPTIONAL = ("kda_step", "kda_inputs", "mla_step", "norm_route", "expert_ffn")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from anabranch.config.model import MoeConfig
 from anabranch.ops.arithmetic import row_sum, sigmoid
+from anabranch.ops.norm.reference import add_rms_norm, rms_norm
 
 
 def route(
@@ -40,3 +41,18 @@ def _within_best_groups(biased: torch.Tensor, moe: MoeConfig) -> torch.Tensor:
     best = grouped.topk(2, -1).values.sum(-1).topk(moe.top_groups, -1).indices
     kept = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=biased.device).scatter_(1, best, True)
     return grouped.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def norm_route(
+    x: torch.Tensor,
+    update: torch.Tensor | None,
+    gain: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    moe: MoeConfig,
+    sync: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x + update, its norm, weights, experts), an operation at a time."""
+    total, y = (x, rms_norm(x, gain, eps)) if update is None else add_rms_norm(x, update, gain, eps)
+    return total, y, *route(y, weight, bias, moe, sync)

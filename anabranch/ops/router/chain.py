@@ -1,0 +1,3 @@
+"""No common launch: the layer runs the norm and the router."""
+
+norm_route = None
