@@ -1,10 +1,11 @@
 """Routed experts of prompts at the Kimi-Linear shape: the CUDA kernels against the Triton ones, by CUDA-graph replay.
 
-Arms: `grouped` and `triton` are both products with the sort before them, `gate_up` and `down` the two CUDA kernels
+Arms: `grouped` and `triton` are both products with the sort in front, `gather`, `gate_up` and `down` the CUDA kernels
 alone, `matmul gate_up` and `matmul down` one plain product each of as many rows as there are pairs, `sort` and `align`
 the sort of each. Two layers' weights take turns, so that none stays in the second-level cache. The floor counts the
-experts that the drawn tokens touch. The results are compared first: with the reference on some tokens, with each other
-in every bit.
+experts that the drawn tokens touch. With `--skew` experts are popular to different degrees, and their loads are spread
+about as in a real step: of 8192 tokens about 40 to 1000 pairs each, half of the experts below 230. The results are
+compared first: with the reference on some tokens, with each other in every bit.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from anabranch.ops.experts.triton import expert_products, routed_experts
 
 EXPERT_COUNT, INNER, WIDTH, TOP_K, LAYERS = 256, 1024, 2304, 8, 2
 TOKENS = (8192, 1024, 2048, 4096)
+SKEW = 0.5  # standard deviation of a skewed router's biases, in logits
 SILU = ActivationConfig(name="silu")
 
 
@@ -49,6 +51,7 @@ class Case:
 
     tokens: int
     layers: list[Layer]
+    skew: float
 
     def __post_init__(self) -> None:
         self.x = torch.randn(self.tokens, WIDTH, dtype=torch.bfloat16, device="cuda")
@@ -57,7 +60,13 @@ class Case:
         self.programs = torch.cuda.get_device_properties(0).multi_processor_count
 
     def _choice(self) -> torch.Tensor:
-        return torch.rand(self.tokens, EXPERT_COUNT, device="cuda").topk(TOP_K, -1).indices
+        bias = self.skew * torch.randn(EXPERT_COUNT, device="cuda")
+        noise = -torch.empty(self.tokens, EXPERT_COUNT, device="cuda").exponential_().log()  # Gumbel: softmax of biases
+        return (bias + noise).topk(TOP_K, -1).indices
+
+    def loads(self) -> str:
+        counts = self.chosen[0].flatten().bincount(minlength=EXPERT_COUNT)
+        return f"{int(counts.min())} to {int(counts.max())} pairs an expert, median {int(counts.median())}"
 
     @cached_property
     def pairs(self) -> int:
@@ -75,7 +84,7 @@ class Case:
 
     @cached_property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs of the plain products and h, and outputs of both; of random values, as real ones draw more power."""
+        """Sorted rows and h, inputs of the products and outputs too; of random values, as real ones draw more power."""
         made = torch.randn(self.pairs, WIDTH, dtype=torch.bfloat16, device="cuda")
         return made, torch.randn(self.pairs, INNER, dtype=torch.bfloat16, device="cuda")
 
@@ -85,10 +94,14 @@ class Case:
     def triton(self, i: int) -> torch.Tensor:
         return expert_products(self.x, self.chosen[i], self.layers[i], SILU, self.plan)
 
+    def gather(self, i: int) -> None:
+        tiles = self.tiles[i]
+        native.load("experts").grouped_gather(self.x, tiles.pairs, tiles.table, self.rows[0], TOP_K)
+
     def gate_up(self, i: int) -> None:
-        tiles, h = self.tiles[i], self.rows[1]
+        tiles, (rows, h) = self.tiles[i], self.rows
         run = native.load("experts").grouped_gate_up
-        run(self.x, self.layers[i].w13, tiles.pairs, tiles.table, h, TOP_K, False, 1.0, 0.0, self.programs)
+        run(rows, self.layers[i].w13, tiles.pairs, tiles.table, h, False, 1.0, 0.0, self.programs)
 
     def down(self, i: int) -> None:
         tiles, (out, h) = self.tiles[i], self.rows
@@ -132,10 +145,13 @@ class Case:
 
 def report(case: Case, equality: str, source: dict[str, Any]) -> None:
     both, wide, narrow = case.products(True, True), case.products(True, False), case.products(False, True)
+    shape = {"experts": EXPERT_COUNT, "top_k": TOP_K, "inner": INNER, "width": WIDTH, "layers_rotated": LAYERS}
+    shape |= {"skew": case.skew} if case.skew else {}
     sorting = 12.0 * case.pairs, 0.0
     arms: dict[str, tuple[Callable[[int], Any], float, float]] = {
         "grouped": (case.ours, *both),
         "triton": (case.triton, *both),
+        "gather": (case.gather, 2.0 * (case.tokens + case.pairs) * WIDTH, 0.0),
         "gate_up": (case.gate_up, *wide),
         "down": (case.down, *narrow),
         "matmul gate_up": (partial(case.matmul, down=False), *wide),
@@ -143,7 +159,6 @@ def report(case: Case, equality: str, source: dict[str, Any]) -> None:
         "sort": (case.sort, *sorting),
         "align": (case.align, *sorting),
     }
-    shape = {"experts": EXPERT_COUNT, "top_k": TOP_K, "inner": INNER, "width": WIDTH, "layers_rotated": LAYERS}
     for arm, call in arms.items():
         times = case.measure(*call)
         row = {"bench": "grouped_experts", "case": {"tokens": case.tokens, **shape}, "arm": arm, **times}
@@ -155,14 +170,15 @@ def report(case: Case, equality: str, source: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--skew", action="store_true", help="draw experts as a trained router does, not uniformly")
     options = parser.parse_args()
     torch.manual_seed(0)
     layers, source = [Layer() for _ in range(LAYERS)], provenance()
     print(f"{'tokens':>7} {'us':>9} {'floor':>9} {'ratio':>6} {'TFLOP/s':>8}  arm")
     for tokens in options.tokens:
-        case = Case(tokens=tokens, layers=layers)
+        case = Case(tokens=tokens, layers=layers, skew=SKEW if options.skew else 0.0)
         equality = case.check()
-        print(f"{tokens:7} equality: {equality}")
+        print(f"{tokens:7} equality: {equality}; {case.loads()}")
         report(case, equality, source)
 
 

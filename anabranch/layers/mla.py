@@ -47,12 +47,17 @@ class MlaLayer(MergedOwner):
         return self.comm.all_reduce(self.o_proj(o), "attn_tp")
 
     def _step(self, q: torch.Tensor, inputs: MlaInputs, batch: Batch, pages: torch.Tensor) -> torch.Tensor:
-        """Tokens that are taken one by one, from raw projections to gated outputs in one operation: [B, H * v]."""
+        """Tokens that are taken one by one, from raw projections to gated outputs in one operation: [B, H * v].
+
+        Early reads: lengths, tables and rows of past steps are complete, as the layer's norm, behind them, was launched
+        plainly; without `sees` no two tokens share a sequence, so that one sees no row of this step but its own.
+        """
         assert self.ops.mla_step is not None
         norm, gate, (_, sees) = self.kv_a_layernorm, inputs.gate, batch.single
         return self.ops.mla_step(
             *(q, inputs.kv, norm.weight, norm.eps, batch.rows, sees, batch.block_table, pages),
             *(self._kv_b, None if gate is None else gate.take),
+            early=batch.sees is None,
         )
 
     def _chain(self, q: torch.Tensor, inputs: MlaInputs, batch: Batch, pages: torch.Tensor) -> torch.Tensor:

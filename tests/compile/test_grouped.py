@@ -17,8 +17,8 @@ def test_the_kernels_fit_and_products_overlap(monkeypatch, tmp_path):
     assert "warpgroup.arrive is injected" not in report
     assert "setmaxnreg" not in report, "the consumers' registers were refused"
     pattern = r"entry function '(\S+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
-    found = [use for use in re.findall(pattern, report, re.DOTALL) if re.search("grouped_kernel|sort_kernel", use[0])]
-    assert len(found) == 3
+    found = [use for use in re.findall(pattern, report, re.DOTALL) if re.search("grouped|sort|gather", use[0])]
+    assert len(found) == 4
     for name, stores, loads, registers in found:
         assert int(stores) + int(loads) == 0, name
-        assert int(registers) * (384 if "grouped" in name else 512) <= 65536, name
+        assert int(registers) * (384 if "grouped_k" in name else 512) <= 65536, name

@@ -41,13 +41,35 @@ def agree(x, chosen, bank, activation) -> None:
     BITWISE.check(got[local], want[local])
 
 
-@pytest.mark.parametrize(("inner", "width", "activation"), [(1024, 2304, SILU), (72, 136, SITU)])
+@pytest.mark.parametrize(("inner", "width", "activation"), [(1024, 2304, SILU), (72, 136, SITU), (184, 344, SILU)])
 def test_runs_of_any_length(inner, width, activation):
+    """Blocks of weight rows that are full, that are not, and three of them."""
     chosen = torch.cat([torch.full((n,), e, device="cuda") for e, n in enumerate(RUNS)])
     chosen = chosen[torch.randperm(len(chosen), device="cuda")][:, None]
     bank = plain_bank(len(RUNS), inner, width, torch.bfloat16, device="cuda", spread=0.05)
     x = torch.randn(len(chosen), width + 24, device="cuda").bfloat16()[:, 8 : 8 + width]
     agree(x, chosen, bank, activation)
+
+
+@pytest.mark.parametrize("programs", [1, 2, 7, 64])
+def test_fewer_programs_than_multiprocessors(programs):
+    """The same bits."""
+    bank = plain_bank(12, 96, 520, torch.bfloat16, device="cuda", spread=0.05)
+    x, (_, chosen) = torch.randn(900, 520, device="cuda").bfloat16(), random_routing(900, 12, 4, "cuda")
+    got = grouped.products(x, grouped.sort(chosen, 0, 12), 4, bank, SILU, programs)
+    BITWISE.check(got, triton(x, chosen, bank, SILU))
+
+
+def test_a_token_of_nan_stays_alone():
+    """Its rows lie in the tiles of others, and behind the ends of shorter tiles that come later."""
+    bank = plain_bank(24, 128, 264, torch.bfloat16, device="cuda", spread=0.05)
+    x, (_, chosen) = torch.randn(1501, 264, device="cuda").bfloat16(), random_routing(1501, 24, 8, "cuda")
+    want, poisoned = grouped.expert_products(x, chosen, bank, SILU), torch.arange(0, 1501, 5, device="cuda")
+    x[poisoned] = torch.nan
+    got = grouped.expert_products(x, chosen, bank, SILU).view(1501, 8, 264)
+    assert got[poisoned].isnan().all()
+    kept = torch.ones(1501, dtype=torch.bool, device="cuda").index_fill_(0, poisoned, False)
+    BITWISE.check(got[kept], want.view(1501, 8, 264)[kept])
 
 
 @pytest.mark.parametrize("tokens", [17, 100, 3001, 20_000])

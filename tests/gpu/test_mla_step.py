@@ -15,11 +15,12 @@ from torch.profiler import ProfilerActivity, profile
 from anabranch.config.hf import load_model_config
 from anabranch.layers.batch import Batch, KdaState, LatentPages
 from anabranch.models.kimi import KimiForCausalLM
+from anabranch.ops.gate.triton import sigmoid_gate
 from anabranch.ops.kda_gate import reference as gate_reference
 from anabranch.ops.kda_gate.spec import KDA_GATE
 from anabranch.ops.kda_gate.triton import log_decay
 from anabranch.ops.linear.skinny import linear
-from anabranch.ops.mla import balanced, cudnn, reference, sdpa
+from anabranch.ops.mla import attend, balanced, cudnn, reference, sdpa
 from anabranch.ops.mla import triton as fixed
 from anabranch.ops.mla.spec import MLA_PREFILL, MLA_STEP, MLA_WRITE
 from anabranch.ops.norm.triton import rms_norm
@@ -98,9 +99,54 @@ def test_launch_constants_do_not_change_the_answer(totals):
         MLA_STEP.equality.check(case.run(balanced.mla_step, tiles=tiles), want)
 
 
+@pytest.mark.parametrize(
+    "totals", [[1], [1024], [1, 64, 0, 4097, 513], [1000, 65] * 4, [700] * 40], ids=lambda t: f"{len(t)}x{max(t)}"
+)
+@pytest.mark.parametrize("early", [False, True])
+def test_any_shares_of_the_cuda_kernels_keep_to_the_reference(totals, early):
+    assert attend.available()
+    for heads in (12, 32):
+        case = Case(totals, heads)
+        want = case.run(reference.mla_step)
+        for programs, least, columns in ((132, 1, 0), (132, 4, 32), (7, 1, 32), (264, 3, 0)):
+            tiles = balanced.Tiles(programs=programs, least=least, columns=columns, cuda=True)
+            got = case.run(balanced.mla_step, tiles=tiles, early=early)
+            MLA_STEP.equality.check(got, want, f"{tiles}")
+            gated = case.run(balanced.mla_step, gated=True, tiles=tiles, early=early)
+            assert torch.equal(gated, sigmoid_gate(got, case.gate)), f"{tiles}"
+
+
+def test_the_plan_is_cuda_where_the_kernel_fits():
+    case = Case([70, 1], 32)
+    q = case.wide[:, : 32 * (NOPE + ROPE)].unflatten(1, (32, NOPE + ROPE))
+    assert balanced.plan(q, case.pages, case.kv_b).cuda
+    assert not balanced.plan(q.float(), case.pages, case.kv_b).cuda
+
+
+def test_a_replay_follows_lengths_that_grow():
+    """The grid is that of the capture; lengths, rows and pages are read by the kernels."""
+    case = Case([3000, 900, 2000], 32)
+    case.pages = torch.nan_to_num(case.pages, nan=0.25)
+    ends, totals = case.totals.clone(), case.totals
+    pages = case.pages.clone()
+    case.run(balanced.mla_step, pages=pages)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = case.run(balanced.mla_step, pages=pages)
+    for back in (2990, 899, 640, 1, 0):
+        totals.copy_((ends - back).clamp(min=1))
+        last = (totals - 1) // PAGE
+        case.rows.copy_(case.table.gather(1, last[:, None])[:, 0] * PAGE + (totals - 1) % PAGE)
+        want = case.run(reference.mla_step, pages=pages.clone())
+        graph.replay()
+        MLA_STEP.equality.check(got, want, f"{back} back")
+
+
+@pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize("requests", [1, 8, 32])
-def test_early_launches_change_no_bit_behind_norm_and_projection(requests, monkeypatch):
+def test_early_launches_change_no_bit_behind_norm_and_projection(requests, cuda, monkeypatch):
     """norm, GEMM, step, GEMM, as a model runs them: a read before its time would show in one of many replays."""
+    tiles = balanced.choose_tiles(requests, 32, PAGE, cuda)
     case = Case([1000 + i for i in range(requests)], 32)
     width, x = case.wide.shape[1], randn(requests, 2304)
     into, out = randn(width, 2304) * 2304**-0.5, randn(2304, 32 * V) * 4096**-0.5
@@ -109,7 +155,7 @@ def test_early_launches_change_no_bit_behind_norm_and_projection(requests, monke
     def layer(x: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
             wide = linear(rms_norm(x, weight, 1e-5), into)
-            x = linear(case.run(balanced.mla_step, wide, pages), out)
+            x = linear(case.run(balanced.mla_step, wide, pages, tiles=tiles, early=True), out)
         return x
 
     live, plain = case.pages.clone(), case.pages.clone()

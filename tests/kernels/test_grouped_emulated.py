@@ -40,7 +40,7 @@ def sorted_tiles(runs: list[int]) -> Tiles:
         tiles = max(-(-(run - grouped.TAIL) // grouped.TILE), 1) if run else 0
         bounds = [*range(stop - run, stop - run + tiles * grouped.TILE, grouped.TILE), stop]
         cuts += [(e, first, last) for first, last in pairwise(bounds)] if run else []
-    cuts += [(-1, 0, 0)] * 3
+    cuts += [(-1, -(1 << 30), 1 << 30)] * 3  # of an entry without an expert nothing else may be read
     return Tiles(pairs=order, table=torch.tensor(cuts, dtype=torch.int32).T.contiguous())
 
 

@@ -1,4 +1,4 @@
-"""Routed experts of prompts in CUDA C++ for Hopper: a sort of the pairs and two products (csrc/grouped*.cuh).
+"""Routed experts of prompts in CUDA C++ for Hopper: a sort of the pairs, their rows, two products (csrc/grouped*.cuh).
 
 The bits are those of the Triton kernels: 64 weight rows by tokens on wgmma, K in ascending order, the same roundings.
 """
@@ -57,7 +57,8 @@ def expert_products(
 
 
 def sort(experts: torch.Tensor, first: int, count: int) -> Tiles:
-    """The pairs of the local experts `first .. first + count` in tiles, as `tiles.align` has them.
+    """The pairs of the local experts `first .. first + count` in tiles: those of `tiles.align`, or as many of them that
+    are about as large as each other, the largest first.
 
     Args:
         experts: int64 [T, k], dense, global indices.
@@ -86,10 +87,13 @@ def products(
         )
     store: Any = bank
     pairs, (_, width, inner) = tiles.pairs.numel(), store.w2.shape
-    h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    out = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
+    like = {"dtype": x.dtype, "device": x.device}
     kernels, order, table = native.load("experts"), tiles.pairs, tiles.table
     situ, beta, cap = activation.name == "situ", float(activation.beta), float(activation.linear_beta or 0)
-    kernels.grouped_gate_up(x, store.w13, order, table, h, top_k, situ, beta, cap, programs)
+    rows, h = torch.empty((pairs, width), **like), torch.empty((pairs, inner), **like)
+    kernels.grouped_gather(x, order, table, rows, top_k)
+    kernels.grouped_gate_up(rows, store.w13, order, table, h, situ, beta, cap, programs)
+    del rows  # as large as what follows, which may take its place
+    out = torch.empty((pairs, width), **like)
     kernels.grouped_down(h, store.w2, order, table, out, programs)
     return out

@@ -2,9 +2,9 @@
 
 `mla_enter` multiplies q by the key weights and writes the new cache rows. `mla_attend` lines up the cache tiles of all
 requests and gives every program an equal share of the line, so that one short request fills the device and a long one
-does not hold up a batch. `mla_leave` merges the pieces of each request and, for few requests, multiplies by the value
-weights and gates in the same launch; else `mla_value` does. Sums depend on the shares, and so on the batch:
-deterministic mode has triton.py.
+does not hold up a batch; it is CUDA C++ (attend.py) where that is built for the shape, else Triton. `mla_leave` merges
+the pieces of each request and, for few requests, multiplies by the value weights and gates in the same launch; else
+`mla_value` does. Sums depend on the shares, and so on the batch: deterministic mode has triton.py.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -15,6 +15,7 @@ import torch
 import triton
 
 from anabranch.ops.early import early_launch
+from anabranch.ops.mla import attend as cuda
 from anabranch.ops.mla import triton_balanced as kernels
 from anabranch.ops.norm.triton import fixed_layout
 
@@ -23,10 +24,11 @@ from anabranch.ops.norm.triton import fixed_layout
 class Tiles:
     """Launch constants.
 
-    Of attend: `programs` that share the line of tiles, `least` tiles a share, `rows` a tile, `heads`, `warps` and
-    `stages` a program, and whether cache rows stand `upright` in the products. Of leave: `pieces` at once, value
-    `columns` of a head a program, or 0 where `mla_value` follows and a program merges a `slice` of the latent; and
-    `leave_warps` a program.
+    Of attend: `programs` that share the line of tiles, of which half idle while shares are below `least` tiles; `rows`
+    a tile, `heads`, `warps` and `stages` a program, and whether cache rows stand `upright` in the products. Of leave:
+    `pieces` at once, value `columns` of a head a program, or 0 where `mla_value` follows and a program merges a `slice`
+    of the latent; and `leave_warps` a program. With `cuda` both are of attend.py, where a tile is a page and only
+    `programs`, `least` and whether there are `columns` matter.
     """
 
     programs: int = 132
@@ -36,18 +38,28 @@ class Tiles:
     warps: int = 4
     stages: int = 3
     upright: bool = True
+    cuda: bool = False
     pieces: int = 8
     columns: int = 0
     slice: int = 256
     leave_warps: int = 4
 
 
-def choose_tiles(requests: int, heads: int, page: int) -> Tiles:
+def choose_tiles(requests: int, heads: int, page: int, cuda: bool = False) -> Tiles:
     """Launch constants for this many requests and heads."""
-    leave = {"slice": 128} if requests <= 16 else {}
+    chosen: dict[str, int] = {"slice": 128} if requests <= 16 else {}
     if requests <= 4:
-        leave = {"pieces": 32, "columns": 32, "leave_warps": 8}
-    return Tiles(rows=min(page, 64), heads=16 if heads <= 16 else 32, **leave)
+        chosen = {"pieces": 32, "columns": 32, "leave_warps": 8}
+    chosen |= {"rows": min(page, 64), "heads": 16 if heads <= 16 else 32}
+    if cuda and requests <= 4:
+        chosen["least"] = 4  # the leave that multiplies reads each piece four times
+    return Tiles(cuda=cuda, **chosen)
+
+
+def plan(q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Tensor) -> Tiles:
+    """Launch constants for these queries, pages and weights, of the CUDA kernels where they can be had."""
+    native = q.is_cuda and cuda.fits(q, pages, kv_b) and cuda.available()
+    return choose_tiles(len(q), q.shape[1], pages.shape[1], native)
 
 
 def mla_step(
@@ -62,12 +74,14 @@ def mla_step(
     kv_b: torch.Tensor,
     gate: Callable[[], torch.Tensor] | None = None,
     tiles: Tiles | None = None,
+    *,
+    early: bool = False,
 ) -> torch.Tensor:
     """See spec.py. Rank, rope and page size are powers of two from 16 up."""
-    tiles = tiles or choose_tiles(len(q), q.shape[1], pages.shape[1])
+    tiles = tiles or plan(q, pages, kv_b)
     absorbed = _launch_enter(q, kv, weight, eps, rows, pages, kv_b)
-    pieces = _launch_attend(absorbed, q, totals, block_table, pages, tiles)
-    return _launch_leave(*pieces, totals, kv_b, q.shape[-1] - (pages.shape[-1] - weight.shape[0]), gate, tiles)
+    pieces = _launch_attend(absorbed, q, totals, block_table, pages, tiles, early)
+    return _launch_leave(*pieces, totals, kv_b, q.shape[-1] - (pages.shape[-1] - weight.shape[0]), gate, tiles, early)
 
 
 def _launch_enter(
@@ -109,12 +123,18 @@ def _launch_attend(
     block_table: torch.Tensor,
     pages: torch.Tensor,
     tiles: Tiles,
+    early: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Unnormed mixtures [pieces, H, rank] and, for each, largest score and sum of weights [pieces, H, 2]."""
     requests, heads, rank = absorbed.shape
     page, width = pages.shape[1:]
     acc = torch.empty(tiles.programs + requests, heads, rank, dtype=torch.float32, device=q.device)
     stats = torch.empty(tiles.programs + requests, heads, 2, dtype=torch.float32, device=q.device)
+    if tiles.cuda:
+        chained = early_launch().get("launch_pdl", False)
+        places = (absorbed, q, pages, block_table, totals, acc, stats)
+        cuda.attend(*places, tiles.programs, tiles.least, chained, early)
+        return acc, stats
     kernels.mla_attend[(tiles.programs, triton.cdiv(heads, tiles.heads))](
         *(absorbed, q, pages, block_table, totals, acc, stats),
         *(q.stride(0), q.stride(1), *block_table.stride(), totals.stride(0), pages.stride(0), requests),
@@ -144,11 +164,17 @@ def _launch_leave(
     nope: int,
     gate: Callable[[], torch.Tensor] | None,
     tiles: Tiles,
+    early: bool = False,
 ) -> torch.Tensor:
     """Merged mixtures times each head's value weights, gated: [B, H * v]."""
     requests, (heads, rows, rank) = len(totals), kv_b.shape
-    width, fused = rows - nope, tiles.columns > 0
+    width, fused, value = rows - nope, tiles.columns > 0, kv_b[:, nope:]
     logits = gate() if fused and gate is not None else None
+    if tiles.cuda:
+        chained = early_launch(logits is None).get("launch_pdl", False)  # a gate may come from another stream
+        shares = (tiles.programs, tiles.least, chained, early)
+        y = cuda.leave(acc, stats, totals, value if fused else None, logits, *shares)
+        return y.flatten(1) if fused else _launch_value(y, value, gate)
     y = torch.empty(requests, heads, width if fused else rank, dtype=kv_b.dtype, device=kv_b.device)
     part = rank if fused else min(rank, tiles.slice)
     kernels.mla_leave[(triton.cdiv(width, tiles.columns) if fused else rank // part, heads, requests)](
@@ -164,10 +190,10 @@ def _launch_leave(
         PIECES=tiles.pieces,
         COLUMNS=tiles.columns,
         GATED=logits is not None,
-        **early_launch(logits is None),  # a gate may come from another stream
+        **early_launch(logits is None),
         num_warps=tiles.leave_warps,
     )
-    return y.flatten(1) if fused else _launch_value(y, kv_b[:, nope:], gate)
+    return y.flatten(1) if fused else _launch_value(y, value, gate)
 
 
 def _launch_value(mixed: torch.Tensor, weight: torch.Tensor, gate: Callable[[], torch.Tensor] | None) -> torch.Tensor:

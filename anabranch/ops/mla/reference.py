@@ -100,8 +100,10 @@ def mla_step(
     pages: torch.Tensor,
     kv_b: torch.Tensor,
     gate: Callable[[], torch.Tensor] | None = None,
+    *,
+    early: bool = False,
 ) -> torch.Tensor:
-    """The chain that the step stands for."""
+    """The chain that the step stands for; `early` changes nothing here."""
     mla_write(kv, weight, eps, rows, pages)
     o = mla_decode(q, totals, block_table, pages, kv_b)
     return o if gate is None else sigmoid_gate(o, gate())

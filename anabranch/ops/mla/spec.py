@@ -51,6 +51,9 @@ MLA_STEP = OpSpec(
         **_WRITE,
         **_SHARED,
         "totals": MLA_DECODE.inputs["totals"],
+        "early": "bool: lengths, table and all rows but each request's newest may be read before the kernel before has "
+        "ended; the caller states what ops/kda_step/spec.py says of early reads, and that this step writes no other "
+        "row that a request sees: no two of its tokens are of one sequence",
         "gate": "None, or a function that gives the logits, model dtype [B, H * v], once attention is under way",
     },
     outputs={"o": "model dtype [B, H * v], gated; zero where the total is 0", "pages": "as mla_write leaves them"},

@@ -140,17 +140,20 @@ def _mixture(
 
 
 @triton.jit
-def write_row(kv, weight, row, pages, page_pitch, eps, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr):
-    """The normed latent and the raw shared key of one token to cache row `row`, unless that is negative."""
+def write_row(kv, weight, rows, pages, page_pitch, eps, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr):
+    """The normed latent and the raw shared key of one token to the cache row named at `rows`, unless that is negative.
+
+    `weight` is the norm's, loaded. Nothing is read behind the branch: all loads are under way at once.
+    """
+    r, e = tl.arange(0, RANK), tl.arange(0, ROPE)
+    row, latent, shared = tl.load(rows), tl.load(kv + r), tl.load(kv + RANK + e)
     if row >= 0:
-        r, e = tl.arange(0, RANK), tl.arange(0, ROPE)
         to = pages + (row // PAGE) * page_pitch + (row % PAGE) * (RANK + ROPE)
-        latent = tl.load(kv + r)
         latent32 = latent.to(tl.float32)
         normed = latent32 * tl.rsqrt(tl.sum(latent32 * latent32, 0) / RANK + eps)
-        w = tl.load(weight + r).to(latent.dtype).to(tl.float32)
+        w = weight.to(latent.dtype).to(tl.float32)
         tl.store(to + r, (normed.to(latent.dtype).to(tl.float32) * w).to(latent.dtype))
-        tl.store(to + RANK + e, tl.load(kv + RANK + e))
+        tl.store(to + RANK + e, shared)
 
 
 @triton.jit(do_not_specialize=["row_stride"], do_not_specialize_on_alignment=["rows"])
@@ -159,28 +162,15 @@ def _write(
     RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows + token * row_stride)
-    write_row(kv + token * kv_stride, weight, row, pages, page_pitch, eps, RANK, ROPE, PAGE)
+    w = tl.load(weight + tl.arange(0, RANK))
+    write_row(kv + token * kv_stride, w, rows + token * row_stride, pages, page_pitch, eps, RANK, ROPE, PAGE)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _head_gemm(
-    x,
-    w,
-    y,
-    T,
-    x_token,
-    x_head,
-    x_depth,
-    w_head,
-    w_depth,
-    w_column,
-    K: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
+    x, w, y, T, x_token, x_head, x_depth, w_head, w_depth, w_column,
+    K: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     h = tl.program_id(1)
     t = tl.program_id(2).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n, k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
@@ -274,18 +264,9 @@ def _attend_splits(
 
 @triton.jit(do_not_specialize=["total_stride", "splits"], do_not_specialize_on_alignment=["totals"])
 def _merge_splits(
-    acc,
-    stats,
-    totals,
-    mixed,
-    total_stride,
-    splits,
-    H: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    acc, stats, totals, mixed, total_stride, splits,
+    H: tl.constexpr, RANK: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     h = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
     c, s = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, SPLITS)

@@ -8,7 +8,7 @@ and sum of weights.
 import triton
 import triton.language as tl
 
-from anabranch.ops.early import ahead, behind
+from anabranch.ops.early import ahead, behind, prefetch_l2
 from anabranch.ops.gate.triton import sigmoid32
 from anabranch.ops.mla.triton import attend_tiles, write_row
 
@@ -25,10 +25,10 @@ def mla_enter(
 ):  # fmt: skip
     ahead(EARLY)
     if tl.program_id(0) < T:
+        scale = tl.load(weight + tl.arange(0, RANK))
         behind(EARLY)
         token = tl.program_id(0).to(tl.int64)
-        row = tl.load(rows + token * row_stride)
-        write_row(kv + token * kv_stride, weight, row, pages, page_pitch, eps, RANK, ROPE, PAGE)
+        write_row(kv + token * kv_stride, scale, rows + token * row_stride, pages, page_pitch, eps, RANK, ROPE, PAGE)
     else:
         index = tl.program_id(0) - T
         h = index // (RANK // COLUMNS) % H
@@ -47,6 +47,12 @@ def _line(totals, total_stride, B, ROWS: tl.constexpr, REQUESTS: tl.constexpr):
     """Request numbers and how many tiles each has: [REQUESTS]."""
     b = tl.arange(0, REQUESTS)
     return b, tl.cdiv(tl.load(totals + b * total_stride, b < B, other=0).to(tl.int32), ROWS)
+
+
+@triton.jit
+def _share(tiles, programs, LEAST: tl.constexpr):
+    """How many tiles a program takes: shares below LEAST are doubled, up to that, for fewer pieces to merge."""
+    return tl.maximum(tl.maximum(tl.cdiv(tiles, programs), 1), tl.minimum(tl.cdiv(2 * tiles, programs), LEAST))
 
 
 @triton.jit
@@ -99,7 +105,7 @@ def mla_attend(
     requests, tiles = _line(totals, total_stride, B, ROWS, REQUESTS)
     ends = tl.cumsum(tiles, 0)
     line = tl.sum(tiles, 0)
-    share = tl.maximum(LEAST, tl.cdiv(line, tl.num_programs(0)))
+    share = _share(line, tl.num_programs(0), LEAST)
     at = tl.program_id(0) * share
     stop = tl.minimum(line, at + share)
     while at < stop:
@@ -154,7 +160,7 @@ def mla_leave(
         w = tl.load(w_ptr, (c < V)[:, None], other=0.0)
     behind(EARLY)
     requests, tiles = _line(totals, total_stride, B, ROWS, REQUESTS)
-    share = tl.maximum(LEAST, tl.cdiv(tl.sum(tiles, 0), programs))
+    share = _share(tl.sum(tiles, 0), programs, LEAST)
     begin = tl.sum(tl.where(requests < t, tiles, 0), 0)
     own = tl.sum(tl.where(requests == t, tiles, 0), 0)
     first = begin // share
@@ -203,6 +209,9 @@ def mla_value(
     c, k = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DEPTH)
     at = t.to(tl.int64)[:, None] * heads + h
     total = tl.zeros([TOKENS, COLUMNS], tl.float32)
+    if EARLY:  # the weights on their way from memory while the kernel before still works
+        fetched = weight + h.to(tl.int64) * w_head + tl.minimum(c, V - 1) * w_row
+        prefetch_l2(fetched, RANK * weight.dtype.element_ty.primitive_bitwidth // 8)
     behind(EARLY)
     for start in range(0, RANK, DEPTH):
         x = tl.load(mixed + at * RANK + start + k[None, :], (t < T)[:, None], other=0.0)

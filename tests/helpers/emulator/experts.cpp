@@ -23,6 +23,11 @@ void launch(const GroupedParams& p, int programs, DLDevice) {
     emulate_cluster(1, CONSUMERS + PRODUCERS, sizeof(GroupedSmem), i, 0, [&] { grouped_kernel<GATE_UP>(p); });
 }
 
+void launch_gather(const GatherParams& p, DLDevice) {
+  for (int i = 0; i < p.slots * GATHER_BLOCKS; i++)
+    emulate_cluster(1, GATHER_WARPS * 32, 0, i, 0, [&] { gather_kernel(p); });
+}
+
 void launch_sort(const SortParams& p, DLDevice) {
   emulate_cluster(SORT_CTAS, SORT_THREADS, sizeof(SortSmem), 0, 0, [&] { sort_kernel(p); });
 }

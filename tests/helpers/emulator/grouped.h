@@ -1,8 +1,6 @@
-// What the grouped products use beyond hopper.h: boxes of five dimensions, groups of copies, products of two shared
-// operands, barriers of a warpgroup.
+// What the grouped products use beyond hopper.h: boxes of five dimensions, products of two shared operands, barriers
+// of a warpgroup.
 #pragma once
-#include <deque>
-
 #include "hopper.h"
 
 struct Map { const char* data; int64_t size[5], pitch[4]; int box[5]; };
@@ -28,20 +26,6 @@ inline void load_box(uint32_t to, const Map& map, int a, int b, int c, int d, in
       }
     land(counter, rows * 128);
   });
-}
-
-// --- asynchronous copies in groups: one lands when its thread has waited for its group ---
-inline std::vector<std::deque<std::vector<Copy>>> copy_groups;
-inline void copies_commit() {
-  if (copies.size() < E.fibers.size()) copies.resize(E.fibers.size());
-  if (copy_groups.size() < E.fibers.size()) copy_groups.resize(E.fibers.size());
-  copy_groups[E.current].push_back(std::move(copies[E.current]));
-  copies[E.current].clear();
-}
-template <int N> void copies_wait() {
-  if (copy_groups.size() < E.fibers.size()) copy_groups.resize(E.fibers.size());
-  for (auto& groups = copy_groups[E.current]; (int)groups.size() > N; groups.pop_front())
-    for (const Copy& c : groups.front()) memset(shared_pointer(c.to), 0, 16), memcpy(shared_pointer(c.to), c.from, c.bytes);
 }
 
 template <int N> struct Wgmma {

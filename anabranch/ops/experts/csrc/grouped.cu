@@ -68,6 +68,10 @@ void launch(const GroupedParams& p, int programs, DLDevice device) {
   allowed[device.device_id] = true;
   launch_early(kernel, p, programs, CONSUMERS + PRODUCERS, 1, sizeof(GroupedSmem), device);
 }
+
+void launch_gather(const GatherParams& p, DLDevice device) {
+  launch_early(gather_kernel, p, p.slots * GATHER_BLOCKS, GATHER_WARPS * 32, 1, 0, device);
+}
 #endif
 
 GroupedParams params(TensorView order, TensorView table, TensorView out, int64_t columns, int blocks) {
@@ -94,12 +98,27 @@ int programs_for(const GroupedParams& p, int64_t most) {
   return (int)(pieces < most ? pieces : most);
 }
 
-// h[i] = act(gate, up) of row order[i] / top_k of x [T, W] against w13 [E, 2 * I, W], for the pairs in the table's tiles
-void grouped_gate_up(TensorView x, TensorView w13, TensorView order, TensorView table, TensorView h, int64_t top_k,
-                     bool situ, double beta, double linear_beta, int64_t programs) {
+// out[i] = row order[i] / top_k of x [T, W], for the pairs in the table's tiles
+void grouped_gather(TensorView x, TensorView order, TensorView table, TensorView out, int64_t top_k) {
+  GatherParams p{};
+  p.x = static_cast<const uint16_t*>(x.data_ptr()), p.out = static_cast<uint16_t*>(out.data_ptr());
+  p.order = static_cast<const int*>(order.data_ptr()), p.table = static_cast<const int*>(table.data_ptr());
+  p.slots = (int)table.size(1), p.columns = (int)x.size(1), p.top_k = (int)top_k, p.x_stride = (int)x.stride(0);
+  launch_gather(p, x.device());
+}
+
+// a matrix [P, K] of sorted rows, 32 of them a box
+Map sorted_rows(TensorView t) {
+  const int64_t columns = t.size(1);
+  return map_of(t.data_ptr(), {{columns, t.size(0), 1, 1, 1}, {columns, columns, columns, columns}, {BLOCK, 32, 1, 1, 1}});
+}
+
+// h[i] = act(gate, up) of row i of sorted x [P, W] against w13 [E, 2 * I, W], for the pairs in the table's tiles
+void grouped_gate_up(TensorView x, TensorView w13, TensorView order, TensorView table, TensorView h, bool situ,
+                     double beta, double linear_beta, int64_t programs) {
   const int64_t inner = w13.size(1) / 2, width = w13.size(2);
   GroupedParams p = params(order, table, h, width, (int)((2 * inner + ROWS - 1) / ROWS));
-  p.x = static_cast<const uint16_t*>(x.data_ptr()), p.x_stride = (int)x.stride(0), p.top_k = (int)top_k;
+  p.rows = sorted_rows(x);
   p.activation.situ = situ;
   p.activation.beta = (float)beta, p.activation.inverse_beta = (float)(1 / beta);
   p.activation.linear_beta = (float)linear_beta;
@@ -113,17 +132,18 @@ void grouped_gate_up(TensorView x, TensorView w13, TensorView order, TensorView 
 
 // out[order[i]] = w2 [E, W, I] times row i of h, for the pairs in the table's tiles
 void grouped_down(TensorView h, TensorView w2, TensorView order, TensorView table, TensorView out, int64_t programs) {
-  const int64_t width = w2.size(1), inner = w2.size(2), pairs = h.size(0);
+  const int64_t width = w2.size(1), inner = w2.size(2);
   GroupedParams p = params(order, table, out, inner, (int)((width + ROWS - 1) / ROWS));
   p.weights = map_of(w2.data_ptr(), {{inner, width, w2.size(0), 1, 1},
                                      {inner, width * inner, inner, inner},
                                      {BLOCK, ROWS, 1, 1, 1}});
-  p.rows = map_of(h.data_ptr(), {{inner, pairs, 1, 1, 1}, {inner, inner, inner, inner}, {BLOCK, 32, 1, 1, 1}});
+  p.rows = sorted_rows(h);
   launch<false>(p, programs_for(p, programs), h.device());
 }
 
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_sort, grouped_sort);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gather, grouped_gather);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_gate_up, grouped_gate_up);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(grouped_down, grouped_down);

@@ -5,9 +5,9 @@
 // in the Triton kernels weight rows are the 64-row side of wgmma and pairs the other, K is summed in ascending order in
 // one accumulator, and eight rows of gate take turns with eight of up, so that a thread holds both sides of a GLU.
 //
-// A ring of stages of 64 columns: weights come by TMA, rows of h too, for they are sorted; rows of x are gathered by
-// four warps with asynchronous copies that put each 16 bytes where the 128-byte swizzle of TMA would. Two warpgroups
-// multiply, 64 weight rows each. A tile of n pairs costs the tensor cores n rounded up to 32.
+// A ring of stages of 64 columns, filled by TMA: rows of h are sorted as they are made, rows of x by a launch of its own,
+// for gathered row by row they come slower than the tensor cores take them. Two warpgroups multiply, 64 weight rows
+// each. A tile of n pairs costs the tensor cores n rounded up to 32.
 #pragma once
 #ifdef ANABRANCH_EMULATE
 #include "grouped.h"
@@ -21,9 +21,8 @@ DEV float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u);
 
 constexpr int ROWS = 128, MOST = 256 + 32, BLOCK = 64, STAGES = 4;  // weight rows, pairs, columns a stage
 constexpr int CONSUMERS = 256, PRODUCERS = 128, BOX = 8192;         // threads; bytes a warpgroup stores from at once
-constexpr int LAG = 1;   // stages that a gathering thread leaves under way behind the one it asked for last
 constexpr int LEAD = 2;  // stages by which the first warpgroup begins earlier
-static_assert(LAG + LEAD < STAGES, "the first warpgroup needs its lead before the second gives a stage back");
+static_assert(LEAD < STAGES, "the first warpgroup needs its lead before the second gives a stage back");
 
 struct Box {  // of a tensor, innermost dimension first
   int64_t size[5], pitch[4];  // pitches of dimensions 1 to 4, in elements
@@ -31,11 +30,10 @@ struct Box {  // of a tensor, innermost dimension first
 };
 
 struct GroupedParams {
-  Map weights, rows;       // rows: of h, for down
-  const uint16_t* x;       // [T, K]
+  Map weights, rows;         // rows: of sorted x, or of h
   const int *order, *table;  // [P] and [3, slots]: expert, first and stop of each tile
-  uint16_t* out;           // h [P, N] in sorted order, or [P, N] in the order of pairs
-  int slots, blocks, columns, width, top_k, x_stride;  // blocks: pieces of a tile; columns: K; width: N
+  uint16_t* out;             // h [P, N] in sorted order, or [P, N] in the order of pairs
+  int slots, blocks, columns, width;  // blocks: pieces of a tile; columns: K; width: N
   Activation activation;
 };
 
@@ -51,11 +49,10 @@ static_assert(sizeof(GroupedSmem) <= 232448 && sizeof(GroupedSmem::Stage) % 1024
 
 template <bool GATE_UP>
 struct Grouped {
-  static constexpr int WARPS = GATE_UP ? PRODUCERS / 32 : 0;  // that gather
-  static constexpr int OUT = GATE_UP ? 32 : 64;               // columns of `out` that a warpgroup makes
+  static constexpr int OUT = GATE_UP ? 32 : 64;  // columns of `out` that a warpgroup makes
   static constexpr int PIECES = OUT / 8, CHUNK = BOX / (OUT * 2), PASS = 128 / PIECES;  // pairs stored at once, a pass
   // a CTA of 384 threads starts with 168 registers each; what consumers take the others must have given
-  static constexpr int CONSUMER_REGISTERS = GATE_UP ? 208 : 216, PRODUCER_REGISTERS = GATE_UP ? 88 : 72;
+  static constexpr int CONSUMER_REGISTERS = 216, PRODUCER_REGISTERS = 72;
   static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168);
 
   struct Tile {
@@ -82,7 +79,7 @@ struct Grouped {
 
   DEV void set_up() {
     if (tid == 0) {
-      for (int i = 0; i < STAGES; i++) barrier_init(full(i), 1 + WARPS), barrier_init(empty(i), CONSUMERS / 32);
+      for (int i = 0; i < STAGES; i++) barrier_init(full(i), 1), barrier_init(empty(i), CONSUMERS / 32);
       barrier_init_done();
     }
     __syncthreads();
@@ -103,9 +100,9 @@ struct Grouped {
     else load_box(to, p.weights, step * BLOCK, t.block * ROWS, t.expert, 0, 0, full(stage), kEvictFirst);
   }
 
-  // --- producers ----------------------------------------------------------------------------------------------------
+  // --- the producer ----------------------------------------------------------------------------------------------------
 
-  // Down: one thread asks for everything.
+  // One thread asks for everything.
   DEV void load() {
     Place at{0, 1};
     Tile t = tile(blockIdx.x);
@@ -122,51 +119,6 @@ struct Grouped {
       }
       t = next;
     }
-  }
-
-  // The warp's copies into a stage have landed, and the tensor cores may read them.
-  DEV void landed(int stage) const {
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(full(stage));
-  }
-
-  // Gate-up: eight threads a row, 16 bytes each, and every 16th row; rows behind the tile's last stay as they are.
-  DEV void gather() {
-    const int me = tid - CONSUMERS, row = me / 8, piece = me % 8;
-    const uint32_t to = row * 128 + ((piece ^ (row & 7)) << 4);
-    Place at{0, 1};
-    int asked = 0;  // stages, in all
-    for (int i = blockIdx.x;; i += gridDim.x) {
-      const Tile t = tile(i);
-      if (t.expert < 0) break;
-      int from[MOST / 16];
-#pragma unroll
-      for (int j = 0; j < MOST / 16; j++) {
-        const int place = row + 16 * j;
-        from[j] = place < t.held ? p.order[t.first + place] / p.top_k * p.x_stride : 0;
-      }
-      for (int step = 0; step < steps; step++, asked++, at.next()) {
-        const int column = step * BLOCK + piece * 8, bytes = column < p.columns ? 16 : 0;
-        const uint16_t* const x = p.x + (bytes ? column : 0);
-        const uint32_t base = shared_address(s.stages[at.stage].x) + to;
-        barrier_wait(empty(at.stage), at.phase);
-        if (me == 0) {
-          barrier_expect(full(at.stage), ROWS * 128);
-          load_weights(t, step, at.stage);
-        }
-#pragma unroll
-        for (int j = 0; j < MOST / 16; j++)
-          if (row + 16 * j < t.held) copy_async(base + j * 16 * 128, x + from[j], bytes);
-        copies_commit();
-        if (asked >= LAG) {
-          copies_wait<LAG>();
-          landed((asked - LAG) % STAGES);
-        }
-      }
-    }
-    copies_wait<0>();
-    for (int n = asked < LAG ? 0 : asked - LAG; n < asked; n++) landed(n % STAGES);
   }
 
   // --- consumers ----------------------------------------------------------------------------------------------------
@@ -300,8 +252,7 @@ struct Grouped {
       consume(warp / 4);
     } else {
       give_registers<PRODUCER_REGISTERS>();
-      if constexpr (GATE_UP) gather();
-      else if (tid == CONSUMERS) load();
+      if (tid == CONSUMERS) load();
     }
   }
 };
@@ -309,4 +260,36 @@ struct Grouped {
 template <bool GATE_UP>
 __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) grouped_kernel(const __grid_constant__ GroupedParams p) {
   Grouped<GATE_UP>(p, smem_base<GroupedSmem>()).run();
+}
+
+// Rows of x [T, K] in the order of the pairs in tiles: a block copies some rows of a tile, a warp a row at a time.
+struct GatherParams {
+  const uint16_t* x;
+  const int *order, *table;  // as above
+  uint16_t* out;             // [P, K]
+  int slots, columns, top_k, x_stride;
+};
+
+constexpr int GATHER_WARPS = 8, GATHER_BLOCKS = 4, AHEAD = 9;  // blocks of a tile; pieces of 16 bytes a lane asks for at once
+
+__global__ void __launch_bounds__(GATHER_WARPS * 32) gather_kernel(const __grid_constant__ GatherParams p) {
+  wait_for_previous();
+  launch_dependents();
+  const int slot = blockIdx.x / GATHER_BLOCKS, warp = blockIdx.x % GATHER_BLOCKS * GATHER_WARPS + threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, pieces = p.columns / 8;
+  if (p.table[slot] < 0) return;  // nothing else is written of an entry behind the last
+  const int stop = p.table[2 * p.slots + slot];
+  for (int i = p.table[p.slots + slot] + warp; i < stop; i += GATHER_BLOCKS * GATHER_WARPS) {
+    const uint4* from = reinterpret_cast<const uint4*>(p.x + (int64_t)(p.order[i] / p.top_k) * p.x_stride);
+    uint4* to = reinterpret_cast<uint4*>(p.out + (int64_t)i * p.columns);
+    for (int first = lane; first < pieces; first += AHEAD * 32) {
+      uint4 held[AHEAD];
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++)
+        if (first + j * 32 < pieces) held[j] = from[first + j * 32];
+#pragma unroll
+      for (int j = 0; j < AHEAD; j++)
+        if (first + j * 32 < pieces) to[first + j * 32] = held[j];
+    }
+  }
 }

@@ -20,15 +20,6 @@ DEV void load_box(uint32_t to, const Map& map, int a, int b, int c, int d, int e
 }
 constexpr uint64_t kEvictNormal = 0x1000000000000000ull;
 
-// --- copies of 16 bytes that do not pass through registers; with `bytes` 0 they write zeros and read nothing ---
-DEV void copy_async(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-DEV void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> DEV void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
-// what this thread wrote to shared memory may be read by the tensor cores
-DEV void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // --- four 8 x 8 matrices of 16-bit values, transposed, to the rows whose addresses the lanes give ---
 DEV void store_matrices_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};"
