@@ -6,15 +6,14 @@ An implementation is named by its module, imported only when it is chosen: the C
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from anabranch.config.model import ModelConfig
 from anabranch.config.verdict import Verdict
-from anabranch.ops import native
-from anabranch.ops.router.plan import FEW_TOKENS, unfit
+from anabranch.ops import shapes
+from anabranch.ops.implementation import Implementation
 
 Op = Callable[..., torch.Tensor]
 
@@ -88,135 +87,6 @@ _FOLDERS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Implementation:
-    """One way to run an operation, in the module `ops/<folder>/<name>.py`.
-
-    `batch_invariant`: a row's bits do not depend on the other rows, so deterministic mode may use it. `fits` says
-    whether a model's shapes are ones it was made for, `dtypes` names the model dtypes it computes in. `native` is the
-    folder whose CUDA C++ it loads: it needs a Hopper GPU and a built or buildable library. `layout`: what a prefill
-    kernel reads (ops/kda_inputs); `saves`: it stores states on the way through a prompt. `alone`: it cannot be where
-    the rows of attention replicas join.
-    """
-
-    name: str
-    batch_invariant: bool = False
-    device: str | None = None
-    package: str | None = None
-    dtypes: tuple[torch.dtype, ...] | None = None
-    fits: Callable[[ModelConfig], Verdict] | None = None
-    native: str | None = None
-    layout: str = "normed"
-    saves: bool = False
-    alone: bool = False
-
-    def verdict(
-        self,
-        config: ModelConfig | None,
-        device: torch.device,
-        deterministic: bool,
-        dtype: torch.dtype = torch.bfloat16,
-        replicas: int = 1,
-    ) -> Verdict:
-        """Whether this implementation may run here, where the ranks hold so many attention replicas."""
-        if deterministic and not self.batch_invariant:
-            return Verdict(False, "not batch-invariant")
-        if self.device is not None and device.type != self.device:
-            return Verdict(False, f"needs {self.device}")
-        if self.package is not None and find_spec(self.package) is None:
-            return Verdict(False, f"needs the package {self.package}")
-        if self.alone and replicas > 1:
-            return Verdict(False, f"cannot be where the rows of attention replicas join, there are {replicas}")
-        if self.dtypes is not None and dtype not in self.dtypes:
-            return Verdict(False, f"does not compute in {str(dtype).removeprefix('torch.')}")
-        if self.native is not None and not (verdict := _native(self.native, device)).ok:
-            return verdict
-        if self.fits is not None and config is not None and not (verdict := self.fits(config)).ok:
-            return verdict
-        return Verdict(True, "first that fits")
-
-
-def _native(folder: str, device: torch.device) -> Verdict:
-    capability = torch.cuda.get_device_capability(device) if torch.cuda.is_available() else None
-    if capability != (9, 0):
-        found = f"this one is sm_{capability[0]}{capability[1]}" if capability else "there is none"
-        return Verdict(False, f"needs a Hopper GPU (sm_90), {found}")
-    return native.verdict(folder)
-
-
-def _tile(name: str, value: int) -> Verdict:
-    """Triton tiles are powers of two, and matrix instructions start at 16."""
-    ok = value >= 16 and value & (value - 1) == 0
-    return Verdict(ok, f"{name}={value}" if ok else f"needs {name} to be a power of two from 16, it is {value}")
-
-
-def _kda_heads(config: ModelConfig) -> Verdict:
-    return _tile("the KDA head_dim", config.kda.head_dim)
-
-
-def _four_taps(config: ModelConfig) -> Verdict:
-    if config.kda.conv_size != 4:
-        return Verdict(False, f"needs short_conv_kernel_size=4, it is {config.kda.conv_size}")
-    return _kda_heads(config)
-
-
-def _heads_of_128(config: ModelConfig) -> Verdict:
-    first, dim = _four_taps(config), config.kda.head_dim
-    return first if not first.ok or dim == 128 else Verdict(False, f"needs the KDA head_dim to be 128, it is {dim}")
-
-
-def _bounded_heads_of_128(config: ModelConfig) -> Verdict:
-    first, bound = _heads_of_128(config), config.kda.gate_lower_bound
-    if first.ok and (bound is None or not -5 <= bound <= 0):
-        return Verdict(False, f"needs a gate bounded by -5 to 0 (gate_lower_bound), it is {bound}")
-    return first
-
-
-def _latent(config: ModelConfig) -> Verdict:
-    first = _tile("kv_lora_rank", config.mla.kv_lora_rank)
-    return _tile("qk_rope_head_dim", config.mla.rope_dim) if first.ok else first
-
-
-def _cudnn_heads(config: ModelConfig) -> Verdict:
-    sizes = config.mla.qk_dim, config.mla.v_dim
-    if any(size % 64 or size > 256 for size in sizes):
-        return Verdict(False, f"needs attention heads of 64, 128, 192 or 256, they are {sizes[0]} and {sizes[1]}")
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    version = torch.backends.cudnn.version() if hopper and torch.backends.cudnn.is_available() else None
-    if not version or version < 91000:
-        return Verdict(False, f"needs cuDNN 9.10 on a Hopper GPU, found {version or 'none'}")
-    return Verdict(True, f"cuDNN {version}")
-
-
-def _ungrouped(config: ModelConfig) -> Verdict:
-    groups = config.moe.groups if config.moe else 1
-    return Verdict(
-        groups == 1, f"num_expert_group={groups}" if groups == 1 else f"needs one expert group, not {groups}"
-    )
-
-
-def _few_routed(config: ModelConfig) -> Verdict:
-    why = unfit(config.moe, config.hidden_size) if config.moe else "needs a router"
-    return Verdict(False, why) if why else Verdict(True, f"up to {FEW_TOKENS} tokens, triton above")
-
-
-def _few_normed(config: ModelConfig) -> Verdict:
-    if config.attn_res_block is not None:
-        return Verdict(False, "attention residuals are read through a norm of their own")
-    first = _few_routed(config)
-    return Verdict(True, f"up to {FEW_TOKENS} tokens, two launches above") if first.ok else first
-
-
-def _plain_experts(config: ModelConfig) -> Verdict:
-    moe = config.moe
-    if moe is None or config.expert_format == "mxfp4" or moe.latent_size:
-        return Verdict(False, "needs plain experts of the hidden width")
-    width, inner = config.hidden_size, moe.intermediate_size
-    if width % 8 or inner % 8 or width > 7168:
-        return Verdict(False, f"needs multiples of 8, hidden_size up to 7168; they are {width} and {inner}")
-    return Verdict(True, "one token in products with a vector, more in tiles")
-
-
 _REFERENCE = Implementation(name="reference")
 _INVARIANT_REFERENCE = Implementation(name="reference", batch_invariant=True)
 _DETERMINISTIC = Implementation(name="deterministic", batch_invariant=True)
@@ -224,13 +94,6 @@ _DETERMINISTIC = Implementation(name="deterministic", batch_invariant=True)
 
 def _triton(fits: Callable[[ModelConfig], Verdict] | None = None, batch_invariant: bool = True) -> Implementation:
     return Implementation(name="triton", batch_invariant=batch_invariant, device="cuda", package="triton", fits=fits)
-
-
-def _low_rank(config: ModelConfig) -> Verdict:
-    rank, hidden = config.kda.head_dim, config.hidden_size
-    if rank != 128 or hidden % 256:
-        return Verdict(False, f"needs a KDA head_dim of 128 and hidden_size % 256 = 0, they are {rank} and {hidden}")
-    return Verdict(True, f"rank {rank}, hidden_size={hidden}")
 
 
 def _skinny(
@@ -274,20 +137,20 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     ),
     "batched_linear": (_skinny("skinny"), _REFERENCE, _skinny("segmented", True), _triton(), _DETERMINISTIC),
     # the bits of `segmented` in every mode
-    "gemm_low_rank": (_skinny("cuda", True, _low_rank), _REFERENCE, _DETERMINISTIC),
+    "gemm_low_rank": (_skinny("cuda", True, shapes.low_rank), _REFERENCE, _DETERMINISTIC),
     "rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "add_rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "l2_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "gated_rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "conv": (_triton(), _INVARIANT_REFERENCE),
     "kda_inputs": (
-        _triton(_kda_heads),
+        _triton(shapes.kda_heads),
         Implementation(name="chain", batch_invariant=True),
         _REFERENCE,
         _DETERMINISTIC,
     ),
     "log_decay": (_triton(), _INVARIANT_REFERENCE),
-    "kda_decode": (_triton(_kda_heads), _REFERENCE, _DETERMINISTIC),
+    "kda_decode": (_triton(shapes.kda_heads), _REFERENCE, _DETERMINISTIC),
     "kda_prefill": (
         Implementation(
             name="cuda",
@@ -295,7 +158,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             package="triton",
             native="kda_prefill",
             dtypes=(torch.bfloat16,),
-            fits=_heads_of_128,
+            fits=shapes.heads_of_128,
             layout="grouped",
             saves=True,
         ),
@@ -304,7 +167,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             device="cuda",
             package="triton",
             dtypes=(torch.bfloat16,),
-            fits=_heads_of_128,
+            fits=shapes.heads_of_128,
             layout="grouped",
             saves=True,
         ),
@@ -313,7 +176,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             device="cuda",
             package="fla",
             dtypes=(torch.bfloat16, torch.float16),
-            fits=_kda_heads,
+            fits=shapes.kda_heads,
             layout="rounded",
         ),
         Implementation(
@@ -321,42 +184,48 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             device="cuda",
             package="flash_kda",
             dtypes=(torch.bfloat16,),
-            fits=_bounded_heads_of_128,
+            fits=shapes.bounded_heads_of_128,
             layout="grouped",
         ),
-        _triton(_kda_heads),
+        _triton(shapes.kda_heads),
         Implementation(name="reference", saves=True),
         _DETERMINISTIC,
     ),
     # its bits differ from those of prompt tokens, which run the chain
     "kda_step": (
-        Implementation(name="cuda", device="cuda", native="kda_step", dtypes=(torch.bfloat16,), fits=_heads_of_128),
-        _triton(_four_taps, batch_invariant=False),
+        Implementation(
+            name="cuda", device="cuda", native="kda_step", dtypes=(torch.bfloat16,), fits=shapes.heads_of_128
+        ),
+        _triton(shapes.four_taps, batch_invariant=False),
         Implementation(name="cpu", device="cpu"),
         Implementation(name="chain", batch_invariant=True),
         Implementation(name="reference", device="cpu"),  # only by name: a step that takes f_b on a CPU
     ),
-    "mla_write": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
-    "mla_decode": (_triton(_latent), _REFERENCE, _DETERMINISTIC),
+    "mla_write": (_triton(shapes.latent), _REFERENCE, _DETERMINISTIC),
+    "mla_decode": (_triton(shapes.latent), _REFERENCE, _DETERMINISTIC),
     "mla_prefill": (
         Implementation(
-            name="cudnn", device="cuda", package="triton", dtypes=(torch.bfloat16, torch.float16), fits=_cudnn_heads
+            name="cudnn",
+            device="cuda",
+            package="triton",
+            dtypes=(torch.bfloat16, torch.float16),
+            fits=shapes.cudnn_heads,
         ),
         Implementation(name="sdpa", device="cuda"),
-        _triton(_latent),
+        _triton(shapes.latent),
         _REFERENCE,
         _DETERMINISTIC,
     ),
     # its shares, and so its bits, know the batch
     "mla_step": (
-        Implementation(name="balanced", device="cuda", package="triton", fits=_latent),
+        Implementation(name="balanced", device="cuda", package="triton", fits=shapes.latent),
         Implementation(name="chain", batch_invariant=True),
     ),
     "sigmoid_gate": (_triton(), _INVARIANT_REFERENCE),
     "glu": (_triton(), _REFERENCE, _DETERMINISTIC),
     # the bits of a few tokens are not those of many
-    "route": (_routed(_few_routed), _triton(_ungrouped), _REFERENCE, _DETERMINISTIC),
-    "norm_route": (_routed(_few_normed, alone=True), Implementation(name="chain", batch_invariant=True)),
+    "route": (_routed(shapes.few_routed), _triton(shapes.ungrouped), _REFERENCE, _DETERMINISTIC),
+    "norm_route": (_routed(shapes.few_normed, alone=True), Implementation(name="chain", batch_invariant=True)),
     "routed_experts": (_triton(), _REFERENCE, _DETERMINISTIC),
     # the bits of one token are not those of prompt tokens
     "expert_ffn": (
@@ -366,7 +235,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
             package="triton",
             native="expert_ffn",
             dtypes=(torch.bfloat16,),
-            fits=_plain_experts,
+            fits=shapes.plain_experts,
         ),
         _triton(),
         Implementation(name="chain", batch_invariant=True),

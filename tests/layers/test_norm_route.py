@@ -15,7 +15,7 @@ from anabranch.layers.batch import Batch
 from anabranch.layers.residual import Stream
 from anabranch.measure.touched import noting_experts
 from anabranch.models.kimi import DecoderLayer, KimiForCausalLM
-from anabranch.ops import native, registry
+from anabranch.ops import implementation, native, registry
 from anabranch.ops.registry import select
 from anabranch.ops.router.plan import FEW_TOKENS
 from anabranch.ops.router.reference import norm_route
@@ -87,8 +87,8 @@ def test_a_dense_ffn_keeps_its_norm():
 
 def chosen(config: ModelConfig, monkeypatch: pytest.MonkeyPatch, **options) -> tuple[str, str]:
     """The choice on a Hopper GPU with every library built."""
-    monkeypatch.setattr(registry, "_native", lambda folder, device: native.Verdict(True, folder))
-    monkeypatch.setattr(registry, "find_spec", lambda package: package)
+    monkeypatch.setattr(implementation, "_native", lambda folder, device: native.Verdict(True, folder))
+    monkeypatch.setattr(implementation, "find_spec", lambda package: package)
     monkeypatch.setattr(registry, "_load", lambda *names: None)
     return select(config, CUDA, **options).chosen["norm_route"]
 
