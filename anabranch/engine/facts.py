@@ -1,22 +1,16 @@
 """What an engine tells about itself: its constant facts once, and its counters after every step."""
 
-import socket
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from anabranch.engine.engine import Engine
 from anabranch.engine.footprint import footprint
 from anabranch.engine.llm import LLM
-from anabranch.engine.memory import MemoryPlan
 from anabranch.engine.messages import Facts
-from anabranch.engine.runner import Runner
+from anabranch.engine.rank_facts import layout_of, prologues, rank_facts
 from anabranch.fusion import counters
-from anabranch.fusion.describe import PrologueReport, describe
 from anabranch.fusion.product import Adapter
-from anabranch.models.kimi import KimiForCausalLM
-from anabranch.parallel.layout import Layout
 
 
 def facts_of(llm: LLM) -> Facts:
@@ -70,13 +64,13 @@ def _levels(engine: Engine) -> dict[str, int]:
 
 def _document(llm: LLM) -> dict[str, Any]:
     model = llm.model
-    layout = _layout(model)
+    layout = layout_of(model)
     return {
         "dtype": str(model.dtype).removeprefix("torch."),
         "deterministic": model.deterministic,
         "config": asdict(model.config),
         "layout": asdict(layout) | {"attention_tp": layout.attn_tp, "ranks": layout.world},
-        "fusions": [asdict(report) for report in _prologues(model)],
+        "fusions": [asdict(report) for report in prologues(model)],
         "ranks": [rank_facts(llm.engine.runner, llm.memory), *(llm.fleet.facts.values() if llm.fleet else ())],
         "ops": {
             name: {"implementation": implementation, "reason": reason}
@@ -103,30 +97,6 @@ def load_document(llm: LLM) -> dict[str, Any]:
     }
 
 
-def rank_facts(runner: Runner, memory: MemoryPlan) -> dict[str, Any]:
-    """What a rank is: its place, device, bytes, and for each of its layer kinds the paths over its split sizes."""
-    model, parallel = runner.model, runner.model.parallel
-    layout = _layout(model)
-    return {
-        "rank": parallel.pp_rank * parallel.tp_size + parallel.tp_rank,
-        "host": socket.gethostname(),
-        "device": str(runner.device),
-        "place": asdict(parallel),
-        "fusions": {
-            report.kind: {
-                "chosen": report.chosen,
-                "reason": report.reason,
-                "rows": [dict(buffer.segments) | {"pad": buffer.pad} for buffer in report.buffers],
-            }
-            for report in _prologues(model)
-        },
-        "graph_sizes": runner.graphs.sizes if runner.graphs else [],
-        "prompt_sizes": runner.prompts.sizes if runner.prompts else [],
-        "footprint": asdict(footprint(model, layout, runner.cache.shape.state_dtype)),
-        "memory": asdict(memory),
-    }
-
-
 def _adapter(llm: LLM) -> dict[str, Any] | None:
     """The LoRA adapter that the layers of this rank carry, with how many projections of each name."""
     found = {name: m for name, m in llm.model.named_modules() if isinstance(m, Adapter)}
@@ -136,22 +106,3 @@ def _adapter(llm: LLM) -> dict[str, Any] | None:
     leaves = Counter(name.removesuffix(".adapter").rpartition(".")[2] for name in found)
     one: Any = next(iter(found.values()))
     return {"path": str(llm.lora), "rank": one.a.shape[0], "scale": one.scale, "projections": dict(leaves)}
-
-
-def _layout(model: KimiForCausalLM) -> Layout:
-    parallel = model.parallel
-    return Layout(
-        tp=parallel.tp_size,
-        dp_attention=parallel.tp_size // parallel.attn_tp_size,
-        ep=parallel.ep_size,
-        pp=parallel.pp_size,
-    )
-
-
-def _prologues(model: KimiForCausalLM) -> Iterator[PrologueReport]:
-    """One report for each layer kind that this rank has, read off its first layer of the kind."""
-    for kind in ("kda", "mla"):
-        of_kind = (layer for i, layer in model.model.layers.items() if model.config.layer_kinds[int(i)] == kind)
-        first: Any = next(of_kind, None)
-        if first is not None:
-            yield describe(first.self_attn.prologue, getattr(model.plan, kind), model.config)

@@ -2,7 +2,6 @@
 
 import gc
 import multiprocessing
-import os
 import signal
 import socket
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.engine import wire
 from anabranch.engine.messages import EngineFailed, Facts
+from anabranch.engine.parent import follow_parent
 
 if TYPE_CHECKING:
     from anabranch.engine.llm import LLM
@@ -177,12 +177,3 @@ def _load_and_run(sock: socket.socket, model: Path, options: dict[str, Any]) -> 
         sys.exit(1)  # the reason has been told
     finally:
         llm.close()
-
-
-def follow_parent() -> None:
-    """End with the parent, even in the middle of a step or of loading."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    sys.stderr.flush()
-    os._exit(1)

@@ -23,7 +23,8 @@ from anabranch.engine.fleet import Fleet
 from anabranch.engine.follower import Follower
 from anabranch.engine.links import Hub, Post
 from anabranch.engine.memory import MemoryPlan
-from anabranch.engine.process import follow_parent
+from anabranch.engine.parent import follow_parent
+from anabranch.engine.rank_facts import rank_facts
 from anabranch.parallel.groups import ProcessGroups, join, leave
 from anabranch.parallel.layout import Layout
 from anabranch.parallel.rendezvous import LOADING_S, Rendezvous, from_environment, on_this_node
@@ -177,8 +178,6 @@ def _obey(
     post: Post, place: ParallelConfig, path: Path, options: EngineOptions, comm: ProcessGroups, device: torch.device
 ) -> None:
     """Load this rank's part, say so, and compute until told to stop."""
-    from anabranch.engine.facts import rank_facts
-
     peers = Peers(place=place, comm=comm, device=str(device), agree=lambda plan: _agree(post, plan))
     runner, memory, _ = build_runner(path, options, peers, None)
     post.send(("ready", rank_facts(runner, memory)))
