@@ -101,7 +101,7 @@ class Case:
     def gate_up(self, i: int) -> None:
         tiles, (rows, h) = self.tiles[i], self.rows
         run = native.load("experts").grouped_gate_up
-        run(rows, self.layers[i].w13, tiles.pairs, tiles.table, h, False, 1.0, 0.0, self.programs)
+        run(rows, self.layers[i].w13, tiles.table, h, False, 1.0, 0.0, self.programs)
 
     def down(self, i: int) -> None:
         tiles, (out, h) = self.tiles[i], self.rows

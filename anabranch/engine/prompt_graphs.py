@@ -24,8 +24,8 @@ from anabranch.ops.segments import Segments
 
 SIZES = (16, 64, 128, 256, 384, 512, 768, 1024)  # tokens; above, a step's work hides the host
 SINGLE = 256  # largest size whose tokens attend one by one, each reading all that it sees
-# tokens x context behind which a step is eager: 60 x 32,768 take Kimi-Linear-48B 28 ms from a graph and 58 without, and
-# each further 2^20 about 6 more (prefill.jsonl)
+# tokens x context behind which a step is eager: 60 x 32,768 still take Kimi-Linear-48B 28 ms from a graph and 58
+# without, and nothing beyond was measured (prefill.jsonl)
 PAIRS = 1 << 21
 _UNIT = 16  # numbers: every field starts on 128 bytes, so that kernels meet one alignment
 

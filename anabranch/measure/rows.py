@@ -38,8 +38,16 @@ def provenance(device: torch.device | None = None, command: Sequence[str] | None
         "commit": commit,
         "dirty": dirty,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(command or ["python", *sys.argv]),
+        "command": " ".join(command or ["python", *map(_shown, sys.argv)]),
     }
+
+
+def _shown(argument: str) -> str:
+    """An argument without what only this machine has: a path from here on, or the last part of one elsewhere."""
+    path = Path(argument)
+    if not path.is_absolute():
+        return argument
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name
 
 
 def _version(package: str) -> str | None:

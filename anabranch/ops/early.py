@@ -1,8 +1,8 @@
 """Programmatic dependent launch of Triton kernels: a kernel may start while the one before it still runs.
 
 A kernel that is launched early calls `ahead` first, so that the kernel behind it may start in turn, then reads what no
-kernel of its stream writes (weights), and calls `behind` before anything else. Every program calls `behind`: when a
-kernel has ended, so have all before it.
+kernel of its stream writes (weights) or what was complete before the last plain launch (ops/kda_step/spec.py), and
+calls `behind` before anything else. Every program calls `behind`: when a kernel has ended, so have all before it.
 """
 
 from functools import cache

@@ -13,6 +13,7 @@ from anabranch.engine import build
 from anabranch.engine.build import EngineOptions, prompt_sizes
 from anabranch.engine.cache import PAGE, Cache, CacheShape, pages_for
 from anabranch.engine.engine import Engine
+from anabranch.engine.orders import Scribe, Shadows
 from anabranch.engine.prompt_graphs import PAIRS, SINGLE, SIZES, PromptGraphs, why_not
 from anabranch.engine.request import Request
 from anabranch.engine.runner import Runner
@@ -253,3 +254,19 @@ def test_the_turns_of_a_chat_are_replayed_behind_their_prefix(captured, monkeypa
     # turns of 100, 175, 189 and 424 tokens; the third answer passes a page end; the last turn is cut into 192 and 40
     assert found == [0, 64, 64 + 128, 64 + 128 + 192]
     assert replays == ([{192: 1}, {192: 2}, {192: 2, 64: 1}, {192: 3, 64: 2}] if captured else [{}] * 4)
+
+
+def test_a_rank_that_follows_fills_in_the_same_fields():
+    """A prompt's beginning and its rest, pages and saves told in orders as of tensor parallelism."""
+    graphs = PromptGraphs(model_of("kimi-linear"), new_cache(model_of("kimi-linear")), [64, 128], 768)
+    scribe, shadows, request = Scribe(), Shadows(), ask(210)
+    request.prefill_until = 210
+    for computed, count, pages, saving in ((0, 128, [7, 3], None), (128, 82, [7, 3, 9, 1], (192, 3))):
+        request.computed, request.pages, request.saving = computed, pages, saving
+        size = graphs.size([(request, count)])
+        assert size == 128
+        [(shadow, told)] = shadows.obey(scribe.step([(request, count)], None))
+        assert told == count
+        fields = graphs.host(size, request, count)
+        assert torch.equal(graphs.host(size, shadow, told), fields)
+        assert (fields == 3).any() or saving is None

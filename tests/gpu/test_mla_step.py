@@ -87,15 +87,15 @@ def test_step_equals_the_chain(heads, totals):
 def test_launch_constants_do_not_change_the_answer(totals):
     case = Case(totals, 32)
     want = case.run(reference.mla_step)
-    for upright, rows, programs, least, part in (
-        (False, 16, 7, 1, 64),
-        (True, 64, 132, 1, 512),
-        (False, 32, 264, 3, 128),
-        (True, 64, 1, 1, 256),
-        (True, 32, 50, 2, 128),
-        (False, 64, 132, 1, 64),
+    for rows, programs, least, part in (
+        (16, 7, 1, 64),
+        (64, 132, 1, 512),
+        (32, 264, 3, 128),
+        (64, 1, 1, 256),
+        (32, 50, 2, 128),
+        (64, 132, 1, 64),
     ):
-        tiles = balanced.Tiles(rows=rows, programs=programs, least=least, upright=upright, slice=part)
+        tiles = balanced.Tiles(rows=rows, programs=programs, least=least, slice=part)
         MLA_STEP.equality.check(case.run(balanced.mla_step, tiles=tiles), want)
 
 
@@ -264,13 +264,6 @@ def launches(call) -> list[str]:
         call()
         torch.cuda.synchronize()
     return [e.name for e in seen.events() or () if e.device_type.name == "CUDA"]
-
-
-@pytest.fixture
-def unpoisoned(monkeypatch):
-    """Poison is a fill that the product does not have."""
-    for name in ("empty", "empty_like"):
-        monkeypatch.setattr(torch, name, getattr(torch._C._VariableFunctions, name))
 
 
 @pytest.mark.usefixtures("unpoisoned")

@@ -92,6 +92,16 @@ def test_shares_cross_requests_and_blocks_of_heads(module, early):
     Case([0, 0], 3).check(2, 1, early)
 
 
+def test_tokens_of_one_sequence_share_a_table(module):
+    """Rows that see 61 to 70 of its tokens, and one of padding; nothing may be read early."""
+    module.seed(3)
+    whole, case = Case([70], 5), Case([1] * 11, 5)
+    case.pages, case.table = whole.pages, whole.table.expand(11, -1)
+    case.totals = torch.tensor([*range(61, 71), 0])
+    case.rows = [whole.rows[0][:total] for total in case.totals.tolist()]
+    case.check(4, early=False)
+
+
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize(
     ("totals", "programs", "least"), [([500], 9, 1), ([40, 0, 1, 600], 5, 4), ([6000], 90, 1), ([900], 20, 3)]
@@ -118,7 +128,7 @@ def test_leave_merges_and_multiplies(module, early, totals, programs, least):
     got = attend.leave(*pieces, weight, None, *shares)
     want = torch.einsum("bhr,hvr->bhv", mixed.float(), weight.float())
     torch.testing.assert_close(got.float(), want, rtol=1e-2, atol=1e-2)
-    gated = attend.leave(*pieces, weight, gate, *shares).flatten(1)
+    gated = attend.leave(*pieces, weight, gate, programs, least, chained=False, early=False).flatten(1)
     assert torch.equal(gated, sigmoid_gate(got.flatten(1), gate))
     torch.testing.assert_close(attend.leave(*pieces, None, None, *shares), mixed, rtol=1e-2, atol=1e-2)
 

@@ -33,7 +33,8 @@ def _residual_norm(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    ahead(EARLY)  # itself launched plainly: behind everything before it
+    # itself launched plainly, behind everything before it: early reads of kda_step and mla_step rest on that
+    ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width

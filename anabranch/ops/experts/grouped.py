@@ -16,7 +16,6 @@ from anabranch.ops.experts.tiles import Tiles, align, slots
 TILE, TAIL = 256, 32  # pairs of a tile, and what the last tile of a run may hold beyond them
 LEAST = 96  # pairs that an expert gets on average, from which on these kernels are used
 _SORTED, _EXPERTS = 8 * 512 * 32, 512  # most pairs, and most experts, that the one-launch sort takes
-_MOST = 2**31 - 1  # offsets into x and places of pairs are 32-bit numbers
 
 
 @cache
@@ -33,7 +32,7 @@ def fits(x: torch.Tensor, bank: ExpertBank) -> bool:
     sizes = (x.stride(0), w2.shape[1], w2.shape[2])
     whole = x.stride(1) == 1 and w13.is_contiguous() and w2.is_contiguous()
     aligned = all(size % 8 == 0 for size in sizes) and all(t.data_ptr() % 16 == 0 for t in (x, w13, w2))
-    return whole and aligned and len(x) * x.stride(0) <= _MOST
+    return whole and aligned
 
 
 def worth(x: torch.Tensor, top_k: int, bank: ExpertBank) -> bool:
@@ -92,7 +91,7 @@ def products(
     situ, beta, cap = activation.name == "situ", float(activation.beta), float(activation.linear_beta or 0)
     rows, h = torch.empty((pairs, width), **like), torch.empty((pairs, inner), **like)
     kernels.grouped_gather(x, order, table, rows, top_k)
-    kernels.grouped_gate_up(rows, store.w13, order, table, h, situ, beta, cap, programs)
+    kernels.grouped_gate_up(rows, store.w13, table, h, situ, beta, cap, programs)
     del rows  # as large as what follows, which may take its place
     out = torch.empty((pairs, width), **like)
     kernels.grouped_down(h, store.w2, order, table, out, programs)

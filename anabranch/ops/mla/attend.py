@@ -8,15 +8,14 @@ from functools import cache
 import torch
 
 from anabranch.ops import native
-from anabranch.ops.early import hopper
 
 RANK, ROPE, PAGE = 512, 64, 64
 
 
 @cache
 def available() -> bool:
-    """Whether this machine has the kernels, or nvcc to build them."""
-    return hopper() and native.verdict("mla").ok
+    """Whether this GPU is a Hopper, and the kernels are built or can be."""
+    return torch.cuda.get_device_capability() == (9, 0) and native.verdict("mla").ok
 
 
 def fits(q: torch.Tensor, pages: torch.Tensor, kv_b: torch.Tensor) -> bool:
@@ -69,10 +68,11 @@ def leave(
     Without weights the mixtures themselves: [B, H, 512] in bf16, not gated.
 
     Args:
-        gate: logits [B, H * v], ready before a launch that is not chained.
+        gate: logits [B, H * v], read before the wait: they need a launch that is not chained.
         programs, least: as of `attend`, which made the pieces.
         chained, early: likewise; only the lengths are read early.
     """
+    assert gate is None or not chained
     width = RANK if weight is None else weight.shape[1]
     y = torch.empty(len(totals), acc.shape[1], width, dtype=torch.bfloat16, device=acc.device)
     native.load("mla").leave(acc, stats, totals, weight, gate, y, programs, least, chained, chained and early)

@@ -25,19 +25,15 @@ class Tiles:
     """Launch constants.
 
     Of attend: `programs` that share the line of tiles, of which half idle while shares are below `least` tiles; `rows`
-    a tile, `heads`, `warps` and `stages` a program, and whether cache rows stand `upright` in the products. Of leave:
-    `pieces` at once, value `columns` of a head a program, or 0 where `mla_value` follows and a program merges a `slice`
-    of the latent; and `leave_warps` a program. With `cuda` both are of attend.py, where a tile is a page and only
-    `programs`, `least` and whether there are `columns` matter.
+    a tile and `heads` a program. Of leave: `pieces` at once, value `columns` of a head a program, or 0 where
+    `mla_value` follows and a program merges a `slice` of the latent; and `leave_warps` a program. With `cuda` both are
+    of attend.py, where a tile is a page and only `programs`, `least` and whether there are `columns` matter.
     """
 
     programs: int = 132
     least: int = 1
     rows: int = 64
     heads: int = 32
-    warps: int = 4
-    stages: int = 3
-    upright: bool = True
     cuda: bool = False
     pieces: int = 8
     columns: int = 0
@@ -77,8 +73,16 @@ def mla_step(
     *,
     early: bool = False,
 ) -> torch.Tensor:
-    """See spec.py. Rank, rope and page size are powers of two from 16 up."""
+    """See spec.py. Rank, rope and page size are powers of two from 16 up.
+
+    Raises:
+        ValueError: `tiles` ask for CUDA kernels that were not made for these tensors.
+    """
     tiles = tiles or plan(q, pages, kv_b)
+    if tiles.cuda and not cuda.fits(q, pages, kv_b):
+        raise ValueError(
+            f"mla_step: q {tuple(q.shape)}, pages {tuple(pages.shape)}, {q.dtype}: not of the CUDA kernels"
+        )
     absorbed = _launch_enter(q, kv, weight, eps, rows, pages, kv_b)
     pieces = _launch_attend(absorbed, q, totals, block_table, pages, tiles, early)
     return _launch_leave(*pieces, totals, kv_b, q.shape[-1] - (pages.shape[-1] - weight.shape[0]), gate, tiles, early)
@@ -148,10 +152,9 @@ def _launch_attend(
         HEADS=tiles.heads,
         REQUESTS=_capacity(requests),
         LEAST=tiles.least,
-        UPRIGHT=tiles.upright,
         **early_launch(),
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        num_warps=4,
+        num_stages=3,
     )
     return acc, stats
 
@@ -171,7 +174,8 @@ def _launch_leave(
     width, fused, value = rows - nope, tiles.columns > 0, kv_b[:, nope:]
     logits = gate() if fused and gate is not None else None
     if tiles.cuda:
-        chained = early_launch(logits is None).get("launch_pdl", False)  # a gate may come from another stream
+        # a gate may come from another stream, and is read before the wait
+        chained = early_launch(logits is None).get("launch_pdl", False)
         shares = (tiles.programs, tiles.least, chained, early)
         y = cuda.leave(acc, stats, totals, value if fused else None, logits, *shares)
         return y.flatten(1) if fused else _launch_value(y, value, gate)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from anabranch.ops.early import ahead, behind, prefetch_l2
 from anabranch.ops.gate.triton import sigmoid32
-from anabranch.ops.mla.triton import attend_tiles, write_row
+from anabranch.ops.mla.triton import write_row
 
 
 @triton.jit(
@@ -60,7 +60,7 @@ def attend_upright(
     latent_q, shared_q, pages, table, entry_stride, page_pitch, total, first, last, scale,
     RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """attend_tiles on q [RANK, head], its mixture as tall: cache rows are the tall side of both products.
+    """`attend_tiles` of triton.py on q [RANK, head], its mixture likewise: cache rows are tall in both products.
 
     From 64 rows a tile they then run on wgmma, and no unit multiplies the empty half of a tile of 32 heads.
     """
@@ -94,8 +94,7 @@ def mla_attend(
     absorbed, q, pages, table, totals, acc, stats,
     q_token, q_head, table_stride, entry_stride, total_stride, page_pitch, B, scale,
     H: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    HEADS: tl.constexpr, REQUESTS: tl.constexpr, LEAST: tl.constexpr, UPRIGHT: tl.constexpr,
-    EARLY: tl.constexpr,
+    HEADS: tl.constexpr, REQUESTS: tl.constexpr, LEAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     ahead(EARLY)
     behind(EARLY)
@@ -117,22 +116,13 @@ def mla_attend(
         total, row = tl.load(totals + wide * total_stride), table + wide * table_stride
         latent_q, shared_q = absorbed + (wide * H + h) * RANK, q + wide * q_token + h * q_head + NOPE
         piece = (wide + tl.program_id(0)) * H + h
-        if UPRIGHT:
-            left = tl.load(latent_q[None, :] + r[:, None], real[None, :], other=0.0)
-            right = tl.load(shared_q[None, :] + e[:, None], real[None, :], other=0.0)
-            mix, top, norm = attend_upright(
-                left, right, pages, row, entry_stride, page_pitch, total, at - begin, until - begin, scale,
-                RANK, ROPE, PAGE, ROWS,
-            )  # fmt: skip
-            tl.store(acc + piece[None, :] * RANK + r[:, None], mix, real[None, :])
-        else:
-            left = tl.load(latent_q[:, None] + r[None, :], real[:, None], other=0.0)
-            right = tl.load(shared_q[:, None] + e[None, :], real[:, None], other=0.0)
-            mix, top, norm = attend_tiles(
-                left, right, pages, row, entry_stride, page_pitch, total, at - begin, until - begin, scale,
-                RANK, ROPE, PAGE, ROWS,
-            )  # fmt: skip
-            tl.store(acc + piece[:, None] * RANK + r[None, :], mix, real[:, None])
+        left = tl.load(latent_q[None, :] + r[:, None], real[None, :], other=0.0)
+        right = tl.load(shared_q[None, :] + e[:, None], real[None, :], other=0.0)
+        mix, top, norm = attend_upright(
+            left, right, pages, row, entry_stride, page_pitch, total, at - begin, until - begin, scale,
+            RANK, ROPE, PAGE, ROWS,
+        )  # fmt: skip
+        tl.store(acc + piece[None, :] * RANK + r[:, None], mix, real[None, :])
         tl.store(stats + piece * 2, top, real)
         tl.store(stats + piece * 2 + 1, norm, real)
         at = until

@@ -28,7 +28,8 @@ def _rms_norm(
     x, update, weight, total, y, width, x_stride, update_stride, eps,
     ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    ahead(EARLY)  # itself launched plainly: behind everything before it
+    # itself launched plainly, behind everything before it: early reads of kda_step and mla_step rest on that
+    ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width

@@ -86,7 +86,6 @@ def route(
     bias: torch.Tensor,
     moe: MoeConfig,
     sync: torch.Tensor | None = None,
-    chained: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose by score + bias (the lower index wins a tie), weigh by the unbiased score: fp32 and int64 [T, k].
 
@@ -94,4 +93,4 @@ def route(
     """
     if sync is None or refusal({"x": x}, weight, bias, moe, sync):
         return triton.route(x, weight, bias, moe, sync)
-    return _run(x, None, None, 0.0, weight, bias, moe, sync, chained)[2:]
+    return _run(x, None, None, 0.0, weight, bias, moe, sync, chained=True)[2:]

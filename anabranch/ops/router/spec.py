@@ -10,7 +10,7 @@ ROUTER = OpSpec(
         "weight": "model dtype [E, hidden], multiplied in fp32",
         "bias": "fp32 [E] correction, used for choosing only",
         "moe": "MoeConfig: top_k, groups, top_groups, scoring, renormalize, scaling",
-        "sync": "int32 [scratch_words(E)], zero, of one layer alone and zero again afterwards; None: there is none",
+        "sync": "int32 [scratch_words(E)], zero, of one layer and one launch at a time, zero again afterwards; or None",
     },
     outputs={"weights": "fp32 [T, k]", "experts": "int64 [T, k]"},
     constraints=(

@@ -74,9 +74,9 @@ void launch_gather(const GatherParams& p, DLDevice device) {
 }
 #endif
 
-GroupedParams params(TensorView order, TensorView table, TensorView out, int64_t columns, int blocks) {
+GroupedParams params(TensorView table, TensorView out, int64_t columns, int blocks) {
   GroupedParams p{};
-  p.order = static_cast<const int*>(order.data_ptr()), p.table = static_cast<const int*>(table.data_ptr());
+  p.table = static_cast<const int*>(table.data_ptr());
   p.out = static_cast<uint16_t*>(out.data_ptr());
   p.slots = (int)table.size(1), p.blocks = blocks, p.columns = (int)columns, p.width = (int)out.size(1);
   return p;
@@ -103,7 +103,7 @@ void grouped_gather(TensorView x, TensorView order, TensorView table, TensorView
   GatherParams p{};
   p.x = static_cast<const uint16_t*>(x.data_ptr()), p.out = static_cast<uint16_t*>(out.data_ptr());
   p.order = static_cast<const int*>(order.data_ptr()), p.table = static_cast<const int*>(table.data_ptr());
-  p.slots = (int)table.size(1), p.columns = (int)x.size(1), p.top_k = (int)top_k, p.x_stride = (int)x.stride(0);
+  p.slots = (int)table.size(1), p.columns = (int)x.size(1), p.top_k = (int)top_k, p.x_stride = x.stride(0);
   launch_gather(p, x.device());
 }
 
@@ -114,10 +114,10 @@ Map sorted_rows(TensorView t) {
 }
 
 // h[i] = act(gate, up) of row i of sorted x [P, W] against w13 [E, 2 * I, W], for the pairs in the table's tiles
-void grouped_gate_up(TensorView x, TensorView w13, TensorView order, TensorView table, TensorView h, bool situ,
-                     double beta, double linear_beta, int64_t programs) {
+void grouped_gate_up(TensorView x, TensorView w13, TensorView table, TensorView h, bool situ, double beta,
+                     double linear_beta, int64_t programs) {
   const int64_t inner = w13.size(1) / 2, width = w13.size(2);
-  GroupedParams p = params(order, table, h, width, (int)((2 * inner + ROWS - 1) / ROWS));
+  GroupedParams p = params(table, h, width, (int)((2 * inner + ROWS - 1) / ROWS));
   p.rows = sorted_rows(x);
   p.activation.situ = situ;
   p.activation.beta = (float)beta, p.activation.inverse_beta = (float)(1 / beta);
@@ -133,7 +133,8 @@ void grouped_gate_up(TensorView x, TensorView w13, TensorView order, TensorView 
 // out[order[i]] = w2 [E, W, I] times row i of h, for the pairs in the table's tiles
 void grouped_down(TensorView h, TensorView w2, TensorView order, TensorView table, TensorView out, int64_t programs) {
   const int64_t width = w2.size(1), inner = w2.size(2);
-  GroupedParams p = params(order, table, out, inner, (int)((width + ROWS - 1) / ROWS));
+  GroupedParams p = params(table, out, inner, (int)((width + ROWS - 1) / ROWS));
+  p.order = static_cast<const int*>(order.data_ptr());
   p.weights = map_of(w2.data_ptr(), {{inner, width, w2.size(0), 1, 1},
                                      {inner, width * inner, inner, inner},
                                      {BLOCK, ROWS, 1, 1, 1}});

@@ -20,7 +20,7 @@ DEV float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u);
 #include "grouped_act.cuh"
 
 constexpr int ROWS = 128, MOST = 256 + 32, BLOCK = 64, STAGES = 4;  // weight rows, pairs, columns a stage
-constexpr int CONSUMERS = 256, PRODUCERS = 128, BOX = 8192;         // threads; bytes a warpgroup stores from at once
+constexpr int CONSUMERS = 256, PRODUCERS = 128, BOX = 8192;  // threads; bytes a warpgroup stores from at once
 constexpr int LEAD = 2;  // stages by which the first warpgroup begins earlier
 static_assert(LEAD < STAGES, "the first warpgroup needs its lead before the second gives a stage back");
 
@@ -102,7 +102,7 @@ struct Grouped {
 
   // --- the producer ----------------------------------------------------------------------------------------------------
 
-  // One thread asks for everything.
+  // One thread asks for everything; the others of its warpgroup lend their registers.
   DEV void load() {
     Place at{0, 1};
     Tile t = tile(blockIdx.x);
@@ -267,7 +267,8 @@ struct GatherParams {
   const uint16_t* x;
   const int *order, *table;  // as above
   uint16_t* out;             // [P, K]
-  int slots, columns, top_k, x_stride;
+  int slots, columns, top_k;
+  int64_t x_stride;
 };
 
 constexpr int GATHER_WARPS = 8, GATHER_BLOCKS = 4, AHEAD = 9;  // blocks of a tile; pieces of 16 bytes a lane asks for at once
@@ -280,7 +281,7 @@ __global__ void __launch_bounds__(GATHER_WARPS * 32) gather_kernel(const __grid_
   if (p.table[slot] < 0) return;  // nothing else is written of an entry behind the last
   const int stop = p.table[2 * p.slots + slot];
   for (int i = p.table[p.slots + slot] + warp; i < stop; i += GATHER_BLOCKS * GATHER_WARPS) {
-    const uint4* from = reinterpret_cast<const uint4*>(p.x + (int64_t)(p.order[i] / p.top_k) * p.x_stride);
+    const uint4* from = reinterpret_cast<const uint4*>(p.x + p.order[i] / p.top_k * p.x_stride);
     uint4* to = reinterpret_cast<uint4*>(p.out + (int64_t)i * p.columns);
     for (int first = lane; first < pieces; first += AHEAD * 32) {
       uint4 held[AHEAD];

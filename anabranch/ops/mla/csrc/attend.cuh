@@ -40,6 +40,7 @@ struct AttendSmem {
   float keep[16 * MT];
   uint64_t full[STAGES], empty[STAGES], q_full;
 };
+static_assert(sizeof(AttendSmem<2>) <= 232448);
 
 template <int MT>
 struct Attend {
