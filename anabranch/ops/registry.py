@@ -218,7 +218,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     ),
     # its shares, and so its bits, know the batch
     "mla_step": (
-        Implementation(name="balanced", device="cuda", package="triton", fits=shapes.latent),
+        Implementation(name="balanced", device="cuda", package="triton", fits=shapes.balanced),
         Implementation(name="chain", batch_invariant=True),
     ),
     "sigmoid_gate": (_triton(), _INVARIANT_REFERENCE),

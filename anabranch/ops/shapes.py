@@ -4,7 +4,12 @@ import torch
 
 from anabranch.config.model import ModelConfig
 from anabranch.config.verdict import Verdict
+from anabranch.ops import native
 from anabranch.ops.router.plan import FEW_TOKENS, unfit
+
+
+def _hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
 def _tile(name: str, value: int) -> Verdict:
@@ -40,12 +45,20 @@ def latent(config: ModelConfig) -> Verdict:
     return _tile("qk_rope_head_dim", config.mla.rope_dim) if first.ok else first
 
 
+def balanced(config: ModelConfig) -> Verdict:
+    """The attention of a decode step runs wherever `latent` holds; the reason says by which kernels."""
+    first, sizes = latent(config), (config.mla.kv_lora_rank, config.mla.rope_dim)
+    if not first.ok or not _hopper() or sizes != (512, 64):
+        return first
+    found = native.verdict("mla")
+    return Verdict(True, "attention in CUDA C++" if found.ok else f"attention in Triton: {found.reason}")
+
+
 def cudnn_heads(config: ModelConfig) -> Verdict:
     sizes = config.mla.qk_dim, config.mla.v_dim
     if any(size % 64 or size > 256 for size in sizes):
         return Verdict(False, f"needs attention heads of 64, 128, 192 or 256, they are {sizes[0]} and {sizes[1]}")
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    version = torch.backends.cudnn.version() if hopper and torch.backends.cudnn.is_available() else None
+    version = torch.backends.cudnn.version() if _hopper() and torch.backends.cudnn.is_available() else None
     if not version or version < 91000:
         return Verdict(False, f"needs cuDNN 9.10 on a Hopper GPU, found {version or 'none'}")
     return Verdict(True, f"cuDNN {version}")
