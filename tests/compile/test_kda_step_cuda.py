@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from helpers.kda_inputs import kinds
 
 from anabranch.ops import native
@@ -19,31 +18,18 @@ def template(name: str) -> str:
     return f"Variant{'If' if state == 'f32' else 'It'}Li{split}ELi{threads}ELi{resident}E"
 
 
-def reported(report: str) -> list[tuple[str, int, int]]:
-    """(mangled name, registers, bytes spilled) of every kernel in the assembler's report."""
-    pattern = (
-        r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
-    )
-    found = re.findall(pattern, report, re.DOTALL)
-    return [(name, int(registers), int(stores) + int(loads)) for name, stores, loads, registers in found]
-
-
-@pytest.mark.skipif(native.nvcc() is None, reason="no nvcc")
-def test_no_variant_spills_and_all_fit(monkeypatch, tmp_path):
-    monkeypatch.setenv("ANABRANCH_CACHE", str(tmp_path))
-    library, report = native.build("kda_step")
-    assert library.exists()
-    kernels = reported(report)
+def test_no_variant_spills_and_all_fit(assembled):
+    _, kernels = assembled("kda_step")
     source = (native.OPS / "kda_step/csrc/kda_step.cu").read_text()
     names = re.findall(r'\{"(\w+)", launch<', source)
     assert len(kernels) == len(names) > 15
     assert {plan.variant for plans in cuda._PLANS.values() for _, plan in plans} <= set(names)
     allowed = sum(SPILLS.values())
-    assert sum(spilled for *_, spilled in kernels) <= allowed, kernels
+    assert sum(kernel.spilled for kernel in kernels) <= allowed, kernels
     for name in names:
         threads, resident = (int(n) for n in re.search(r"_t(\d+)x(\d)", name).groups())
         split = int(re.search(r"_s(\d)", name).group(1))
-        rows = [k for k in kernels if template(name) in k[0]]
+        rows = [k for k in kernels if template(name) in k.name]
         assert rows, name
         for _, registers, spilled in rows:
             assert registers * threads * resident <= 65536, (name, registers)
