@@ -90,54 +90,36 @@ _FOLDERS = {
 _REFERENCE = Implementation(name="reference")
 _INVARIANT_REFERENCE = Implementation(name="reference", batch_invariant=True)
 _DETERMINISTIC = Implementation(name="deterministic", batch_invariant=True)
+_CHAIN = Implementation(name="chain", batch_invariant=True)  # no operation: the layer runs those that it would fuse
 
 
 def _triton(fits: Callable[[ModelConfig], Verdict] | None = None, batch_invariant: bool = True) -> Implementation:
     return Implementation(name="triton", batch_invariant=batch_invariant, device="cuda", package="triton", fits=fits)
 
 
-def _skinny(
-    name: str, batch_invariant: bool = False, fits: Callable[[ModelConfig], Verdict] | None = None
-) -> Implementation:
-    bf16 = (torch.bfloat16,)
-    return Implementation(
-        name=name, batch_invariant=batch_invariant, device="cuda", native="skinny_gemm", dtypes=bf16, fits=fits
-    )
+def _native(folder: str, name: str = "cuda", **more: Any) -> Implementation:
+    """One in CUDA C++ of this folder, for bf16."""
+    return Implementation(name=name, device="cuda", native=folder, dtypes=(torch.bfloat16,), **more)
 
 
-def _coded(name: str, batch_invariant: bool = False) -> Implementation:
-    return Implementation(
-        name=name,
-        batch_invariant=batch_invariant,
-        device="cuda",
-        package="triton",
-        native="fp8_linear",
-        dtypes=(torch.bfloat16,),
-    )
-
-
-def _routed(fits: Callable[[ModelConfig], Verdict], alone: bool = False) -> Implementation:
-    bf16 = (torch.bfloat16,)
-    return Implementation(
-        name="cuda", device="cuda", package="triton", native="router", dtypes=bf16, fits=fits, alone=alone
-    )
-
+_SKINNY = _native("skinny_gemm", "skinny")
+_SEGMENTED = _native("skinny_gemm", "segmented", batch_invariant=True)
 
 # in order of preference; a reference that is elementwise needs no deterministic twin
 IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
-    "linear": (_skinny("skinny"), _REFERENCE, _skinny("segmented", True), _triton(), _DETERMINISTIC),
+    "linear": (_SKINNY, _REFERENCE, _SEGMENTED, _triton(), _DETERMINISTIC),
     # beside the Triton kernel the reference would hold every weight in fp32, so it comes second on a GPU
     "fp8_linear": (
-        _coded("skinny"),
+        _native("fp8_linear", "skinny", package="triton"),
         Implementation(name="expanded", device="cuda", package="triton", dtypes=(torch.bfloat16,)),
-        _coded("segmented", True),
+        _native("fp8_linear", "segmented", package="triton", batch_invariant=True),
         _triton(),
         _REFERENCE,
         _DETERMINISTIC,
     ),
-    "batched_linear": (_skinny("skinny"), _REFERENCE, _skinny("segmented", True), _triton(), _DETERMINISTIC),
+    "batched_linear": (_SKINNY, _REFERENCE, _SEGMENTED, _triton(), _DETERMINISTIC),
     # the bits of `segmented` in every mode
-    "gemm_low_rank": (_skinny("cuda", True, shapes.low_rank), _REFERENCE, _DETERMINISTIC),
+    "gemm_low_rank": (_native("skinny_gemm", batch_invariant=True, fits=shapes.low_rank), _REFERENCE, _DETERMINISTIC),
     "rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "add_rms_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "l2_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
@@ -145,23 +127,14 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     "conv": (_triton(), _INVARIANT_REFERENCE),
     "kda_inputs": (
         _triton(shapes.kda_heads),
-        Implementation(name="chain", batch_invariant=True),
+        _CHAIN,
         _REFERENCE,
         _DETERMINISTIC,
     ),
     "log_decay": (_triton(), _INVARIANT_REFERENCE),
     "kda_decode": (_triton(shapes.kda_heads), _REFERENCE, _DETERMINISTIC),
     "kda_prefill": (
-        Implementation(
-            name="cuda",
-            device="cuda",
-            package="triton",
-            native="kda_prefill",
-            dtypes=(torch.bfloat16,),
-            fits=shapes.heads_of_128,
-            layout="grouped",
-            saves=True,
-        ),
+        _native("kda_prefill", package="triton", fits=shapes.heads_of_128, layout="grouped", saves=True),
         Implementation(
             name="chunked",
             device="cuda",
@@ -198,7 +171,7 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
         ),
         _triton(shapes.four_taps, batch_invariant=False),
         Implementation(name="cpu", device="cpu"),
-        Implementation(name="chain", batch_invariant=True),
+        _CHAIN,
         Implementation(name="reference", device="cpu"),  # only by name: a step that takes f_b on a CPU
     ),
     "mla_write": (_triton(shapes.latent), _REFERENCE, _DETERMINISTIC),
@@ -219,26 +192,27 @@ IMPLEMENTATIONS: dict[str, tuple[Implementation, ...]] = {
     # its shares, and so its bits, know the batch
     "mla_step": (
         Implementation(name="balanced", device="cuda", package="triton", fits=shapes.balanced),
-        Implementation(name="chain", batch_invariant=True),
+        _CHAIN,
     ),
     "sigmoid_gate": (_triton(), _INVARIANT_REFERENCE),
     "glu": (_triton(), _REFERENCE, _DETERMINISTIC),
     # the bits of a few tokens are not those of many
-    "route": (_routed(shapes.few_routed), _triton(shapes.ungrouped), _REFERENCE, _DETERMINISTIC),
-    "norm_route": (_routed(shapes.few_normed, alone=True), Implementation(name="chain", batch_invariant=True)),
+    "route": (
+        _native("router", package="triton", fits=shapes.few_routed),
+        _triton(shapes.ungrouped),
+        _REFERENCE,
+        _DETERMINISTIC,
+    ),
+    "norm_route": (
+        _native("router", package="triton", fits=shapes.few_normed, alone=True),
+        _CHAIN,
+    ),
     "routed_experts": (_triton(), _REFERENCE, _DETERMINISTIC),
     # the bits of one token are not those of prompt tokens
     "expert_ffn": (
-        Implementation(
-            name="cuda",
-            device="cuda",
-            package="triton",
-            native="expert_ffn",
-            dtypes=(torch.bfloat16,),
-            fits=shapes.plain_experts,
-        ),
+        _native("expert_ffn", package="triton", fits=shapes.plain_experts),
         _triton(),
-        Implementation(name="chain", batch_invariant=True),
+        _CHAIN,
     ),
     "residual_norm": (_triton(), _REFERENCE, _DETERMINISTIC),
     "log_softmax": (_triton(), _REFERENCE, _DETERMINISTIC),
