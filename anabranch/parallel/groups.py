@@ -147,11 +147,12 @@ def join(
             if rank in members:
                 groups[kind] = made.get(members)
                 stages = members if kind == "pp" else stages
-    made_of = ProcessGroups(layout.rank(rank), groups, stages, deterministic)
-    if cuda and 1 < layout.tp == layout.dp_attention == layout.ep:
+    comm = ProcessGroups(layout.rank(rank), groups, stages, deterministic)
+    if cuda and 1 < layout.tp == layout.dp_attention == layout.ep and not deterministic:
         # NCCL connects and allocates at the first exchange: now, not beside a full cache
-        made_of.all_to_all(torch.zeros(layout.tp, device=device), (1,) * layout.tp, (1,) * layout.tp)
-    return made_of
+        ones = (1,) * layout.tp
+        comm.all_to_all(torch.zeros(layout.tp, device=device), ones, ones)
+    return comm
 
 
 def leave(seconds: float = 20.0) -> None:
