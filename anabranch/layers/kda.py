@@ -66,7 +66,7 @@ class KdaLayer(MergedOwner):
             *(inputs.qkv, cache.conv, self.conv.buffer.squeeze(1), forget, inputs.beta, inputs.gate),
             *(self.dt_bias, self.A_log, self.config.gate_lower_bound, self.o_norm.weight, self.eps),
             *(slots, cache.state),
-            # the norm that made x was launched plainly, hence behind whatever wrote slots, pools and weights
+            # the first norm of the pass was launched plainly, hence behind whatever wrote slots, pools and weights
             early=True,
             f_b=f_b,
         )

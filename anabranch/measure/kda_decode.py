@@ -160,7 +160,7 @@ def _arms(device: torch.device, case: Case, variants: bool) -> dict[str, Step]:
 def _variants(state: torch.dtype) -> dict[str, Step]:
     kind = "bf16" if state == torch.bfloat16 else "f32"
     names = [n for n in cuda.variants() if n.startswith(kind) and "_fb" not in n and "_many" not in n]
-    plans = {f"{name}{' late' if late else ''}": cuda.Plan(name, late=late) for name in names for late in (False, True)}
+    plans = {f"{name} {when.name.lower()}": cuda.Plan(name, release=when) for name in names for when in cuda.Release}
     return {name: partial(cuda.kda_step, early=True, plan=plan) for name, plan in plans.items()}
 
 

@@ -153,6 +153,18 @@ def test_router(compiled, real_kl, real_k3, tokens):
     only_wgmma(compiled.check())
 
 
+def test_a_norm_starts_early_only_where_it_adds_an_update(compiled):
+    """Early reads rest on the first norm of a pass, which has none."""
+    x, weight = meta(8, 2304), meta(2304)
+    rms_norm(x, weight, 1e-5)
+    add_rms_norm(x, x, weight, 1e-5)
+    for update in (None, x):
+        residual_norm(x, update, [x] * 3, weight, weight[None], weight, 1e-5)
+    used = compiled.check()
+    assert [k.metadata.launch_pdl for k in compiled] == [False, True, False, True]
+    assert all("griddepcontrol.wait" in u.ptx and "griddepcontrol.launch_dependents" in u.ptx for u in used)
+
+
 def test_row_kernels(compiled):
     for width in (2304, 7168):
         x, weight = meta(8, width), meta(width)

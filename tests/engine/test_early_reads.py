@@ -25,7 +25,7 @@ from anabranch.ops.router.reference import norm_route
 
 KL = kimi_linear_tiny(layers=4, kda_layers=(1, 2, 3), full_layers=(4,))
 TINY = {"kl": KL, "kl, norms with routers": KL, "k3": kimi_k3_tiny()}
-PLAIN = ("rms_norm", "add_rms_norm", "residual_norm")  # launched plainly: all before them is complete
+PLAIN = ("rms_norm", "residual_norm")  # launched plainly, as they add no update: all before them is complete
 # which argument is the memory: the state, whose conv precedes it, or pages
 WRITERS = {"kda_prefill": -1, "kda_decode": -1, "kda_step": -1, "mla_write": -1, "mla_step": 7}
 EVERYTHING = -1  # slots and pools of all layers
@@ -42,7 +42,8 @@ def recorded(name: str, op: Callable, events: list[Event]) -> Callable:
             events.append((f"early {name}" if options["early"] else name, pool))
             return op(*args, **options)
         out = op(*args, **options)
-        events.append((name, pool))
+        adds = name == "residual_norm" and args[1] is not None
+        events.append(("residual_norm of an update" if adds else name, pool))
         return out
 
     return call
@@ -127,6 +128,7 @@ def test_the_check_sees_a_breach():
     norm, gemm, step = ("rms_norm", 0), ("linear", 0), ("early kda_step", 5)
     assert breach([("slot written", EVERYTHING), norm, gemm, step]) is None
     assert breach([norm, ("kda_step", 6), gemm, step]) is None
+    assert breach([("slot written", EVERYTHING), ("add_rms_norm", 0), gemm, step]) is not None
     assert breach([norm, ("conv", 5), step]) == "a step reads early behind conv"
     assert breach([norm, ("mla_write", 5), gemm, ("early mla_step", 5)]) is not None
     assert breach([norm, ("slot written", EVERYTHING), gemm, step]) == (

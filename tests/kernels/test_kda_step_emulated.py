@@ -102,11 +102,11 @@ def test_variants_of_a_kind_give_the_same_bits_in_any_order_of_threads(family, m
 
 @pytest.mark.parametrize("variant", [PLAIN[0], PLAIN[3], HALVES[0], MANY[1]])
 def test_launch_options_change_no_bit_and_nothing_is_written_before_the_wait(variant):
-    """The emulator aborts where the state is stored or a dependent started before griddepcontrol.wait."""
+    """The emulator aborts where the state is stored, or a dependent started unasked, before griddepcontrol.wait."""
     one = step_inputs(2, 2, **kinds(variant))
     want = fresh_pools(one)
     expected = run(want, variant, chained=False)
-    for options in ({"early": True}, {"early": True, "late": True}, {"prefetch": 3}):
+    for options in (*({"early": True, "release": when} for when in cuda.Release), {"prefetch": 3}):
         got = fresh_pools(one)
         assert torch.equal(run(got, variant, **options), expected), options
         assert torch.equal(got["state"], want["state"]), options

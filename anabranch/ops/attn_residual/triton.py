@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.ops.early import ahead, hopper
+from anabranch.ops.early import ahead, behind, early_launch
 from anabranch.ops.gate.triton import exp32
 from anabranch.ops.norm.triton import add_rms_norm, fixed_layout, rms_norm
 
@@ -33,19 +33,19 @@ def _residual_norm(
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # itself launched plainly, behind everything before it: early reads of kda_step and mla_step rest on that
     ahead(EARLY)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    direction = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
+    direction *= tl.load(score + column, mask=inside, other=0.0).to(tl.float32)
+    behind(EARLY)
     newest = tl.load(rows[COUNT - 1] + token * strides[COUNT - 1] + column, mask=inside, other=0.0)
     if ADD:
         newest32 = newest.to(tl.float32)
         newest32 += tl.load(update + token * update_stride + column, mask=inside, other=0.0).to(tl.float32)
         newest = newest32.to(newest.dtype)
         tl.store(total + token * width + column, newest, mask=inside)
-    direction = tl.load(norm + column, mask=inside, other=0.0).to(tl.float32)
-    direction *= tl.load(score + column, mask=inside, other=0.0).to(tl.float32)
     slot = tl.arange(0, SLOTS)
     logits = tl.full((SLOTS,), float("-inf"), tl.float32)
     for j in tl.static_range(COUNT):
@@ -97,8 +97,8 @@ def residual_norm(
             *(rows, strides, *sums, norm, score, weight, y, width, eps),
             COUNT=len(rows),
             ADD=update is not None,
-            EARLY=hopper(),
             **blocks,
+            **early_launch(update is not None),  # without one it may be the first of a pass, as in ops/norm
             num_warps=16,
         )
     return total, y

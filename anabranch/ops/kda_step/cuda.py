@@ -5,6 +5,7 @@ the heads in the batch alone, by times measured on an H200 (docs/fusions.md).
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cache
 
 import torch
@@ -14,29 +15,35 @@ from anabranch.ops import native
 D, TAPS = 128, 4
 
 
+class Release(IntEnum):
+    """When the kernel behind a step may start: at once, behind the step's own wait, or behind its pass over states."""
+
+    AT_ONCE, BEHIND_WAIT, BEHIND_PASS = range(3)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A compiled variant (names in csrc/kda_step.cu) and how it is launched.
 
     `prefetch`: how many heads ahead state is pulled into L2. `chained`: may start before the kernel before it has
-    ended. `late`: lets its own dependents start after the pass over the state instead of before it.
+    ended.
     """
 
     variant: str
     prefetch: int = 0
     chained: bool = True
-    late: bool = False
+    release: Release = Release.BEHIND_WAIT
 
 
 # (most heads in the batch, plan), by what is compiled in: (state dtype, f_b inside, several tokens)
 _PLANS: dict[tuple[torch.dtype, bool, bool], tuple[tuple[float, Plan], ...]] = {
     (torch.float32, False, False): (
-        (32, Plan("f32_s8_t128x8_reg")),
+        (32, Plan("f32_s8_t128x8_reg", release=Release.AT_ONCE)),
         (200, Plan("f32_s1_t128x3_tma1_ef")),
         # between one and two waves: dependents that start during the pass would make the placement uneven
-        (270, Plan("f32_s1_t128x3_tma1_ef", late=True)),
+        (270, Plan("f32_s1_t128x3_tma1_ef", release=Release.BEHIND_PASS)),
         (1000, Plan("f32_s1_t128x3_bulk1_ef")),
-        (float("inf"), Plan("f32_s1_t256x3_tma1_efs", prefetch=66)),
+        (float("inf"), Plan("f32_s1_t256x3_tma1_efs", prefetch=66, release=Release.AT_ONCE)),
     ),
     (torch.bfloat16, False, False): (
         (32, Plan("bf16_s8_t128x8_reg")),
@@ -118,7 +125,7 @@ def kda_step(
     native.load("kda_step").run(
         *(variants()[plan.variant], qkv, conv_pool, conv_weight, forget, f_b, beta_logits, gate),
         *(dt_bias, a_log, norm_weight, slots, keep, state, y, lower_bound or 0.0, eps),
-        *(plan.chained, plan.chained and early, plan.late, plan.prefetch),
+        *(plan.chained, plan.chained and early, plan.release, plan.prefetch),
     )
     return y
 

@@ -2,8 +2,8 @@
 
 Early reads. A kernel may start while the kernel before it still runs (programmatic dependent launch) and read what
 that one does not write. `early` allows it to read slots, keep, both pools and the weights. The caller states that since
-the last write to any of them a kernel was launched plainly, that is, behind everything before it: in a model the
-layer's norm. Without `early` nothing is read before the kernel before has ended.
+the last write to any of them a kernel was launched plainly, that is, behind everything before it: in a model the first
+norm of the pass. Without `early` nothing is read before the kernel before has ended.
 """
 
 from anabranch.ops.spec import Floor, OpSpec, tolerance

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.ops.early import ahead, hopper
+from anabranch.ops.early import ahead, behind, early_launch
 from anabranch.ops.gate.triton import sigmoid32
 
 _HEADS = 16  # (token, head) rows of one program of the per-head norms
@@ -28,11 +28,13 @@ def _rms_norm(
     x, update, weight, total, y, width, x_stride, update_stride, eps,
     ADD: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # itself launched plainly, behind everything before it: early reads of kda_step and mla_step rest on that
+    # the projection behind takes its place and fetches weights while this still waits
     ahead(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    w = tl.load(weight + column, mask=inside, other=0.0).to(y.dtype.element_ty).to(tl.float32)
+    behind(EARLY)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0)
     value32 = value.to(tl.float32)
     if ADD:
@@ -42,7 +44,6 @@ def _rms_norm(
         value32 = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value32 * value32, 0) / width + eps)
     normed = (value32 * scale).to(value.dtype).to(tl.float32)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(value.dtype).to(tl.float32)
     tl.store(y + row * width + column, (normed * w).to(value.dtype), mask=inside)
 
 
@@ -56,13 +57,16 @@ def _launch_rms_norm(
         block = triton.next_power_of_2(width)
         warps = max(1, min(8, block // 512))
         strides = (x.stride(0), update.stride(0))
-        options = {"ADD": add, "BLOCK": block, "EARLY": hopper(), "num_warps": warps}
+        options = {"ADD": add, "BLOCK": block, "num_warps": warps} | early_launch(add)
         _rms_norm[(rows,)](x, update, weight, total, y, width, *strides, eps, **options)
     return y
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps), rounded to x's dtype, then times weight: [T, W]."""
+    """x / sqrt(mean(x^2) + eps), rounded to x's dtype, then times weight: [T, W].
+
+    Launched plainly, behind everything before it: early reads of a pass rest on its first norm (ops/early.py).
+    """
     return _launch_rms_norm(x, x, weight, x, eps, add=False)
 
 

@@ -142,6 +142,7 @@ inline void mbar_wait(uint64_t* b, uint32_t parity) { while (((Mbarrier*)b)->pha
 
 inline void griddep_wait() { me().waited = true; }
 inline void needs_wait(const char* what) { if (!me().waited) refuse(what); }
+inline void griddep_launch_at_once() {}
 inline void griddep_launch() { needs_wait("dependents started before griddepcontrol.wait"); }
 
 inline uint64_t policy_evict_first() { return 0; }

@@ -99,7 +99,7 @@ T* at(const TensorView& t) {
 void run(int variant, TensorView qkv, TensorView conv, TensorView conv_weight, TensorView forget, Optional<TensorView> f_b,
          TensorView beta, TensorView gate, TensorView dt_bias, TensorView a_log, TensorView norm_weight, TensorView slots,
          Optional<TensorView> keep, TensorView state, TensorView out, double lower_bound, double eps, bool chained,
-         bool early, bool late, int prefetch) {
+         bool early, int release, int prefetch) {
   StepParams p{};
   p.qkv = at<uint16_t>(qkv), p.forget = at<uint16_t>(forget), p.beta = at<uint16_t>(beta), p.gate = at<uint16_t>(gate);
   p.conv = at<uint16_t>(conv), p.state = state.data_ptr(), p.slots = at<int64_t>(slots), p.out = at<uint16_t>(out);
@@ -115,7 +115,7 @@ void run(int variant, TensorView qkv, TensorView conv, TensorView conv_weight, T
   p.conv_pitch = conv.stride(0), p.state_pitch = state.stride(0);
   p.requests = (int)slots.size(0), p.tokens = (int)(qkv.size(0) / slots.size(0));
   p.heads = (int)state.size(1), p.pool = (int)state.size(0);
-  p.lower_bound = (float)lower_bound, p.eps = (float)eps, p.early = early, p.late = late, p.prefetch = prefetch;
+  p.lower_bound = (float)lower_bound, p.eps = (float)eps, p.early = early, p.release = release, p.prefetch = prefetch;
   const DLDevice device = qkv.device();
   const int error = kBuilt[variant].launch(p, chained, (cudaStream_t)TVMFFIEnvGetStream(device.device_type, device.device_id));
   if (error) TVM_FFI_THROW(RuntimeError) << "kda_step " << kBuilt[variant].name << ": CUDA error " << error;

@@ -8,6 +8,7 @@
 #include "step.cuh"
 
 enum Copies { REGISTERS, BULK_IN, BULK_BOTH };          // how the state travels: plain loads; bulk copies; out as well
+enum Release { AT_ONCE, BEHIND_WAIT, BEHIND_PASS };     // the kernel behind this one
 enum Hint { KEEP = 0, LOADS_FIRST = 1, STORES_FIRST = 2, BOTH_FIRST = 3 };  // what leaves L2 first
 
 // One way to build the kernel. RESIDENT: CTAs on an SM at a time. HELD: rows of a thread in registers at a time.
@@ -329,7 +330,7 @@ struct Step {
     if constexpr (V::SPLIT > 1)
       if (!V::MANY || token == 0) cluster_wait();
     if (has_rows()) pass(V::MANY ? token & 1 : 0);
-    if (p.late && token == 0) griddep_launch();
+    if (p.release == BEHIND_PASS && token == 0) griddep_launch();
     __syncthreads();
     if constexpr (V::SPLIT > 1) mbar_wait(&s.all_parts[V::MANY ? token & 1 : 0], V::MANY ? (token >> 1) & 1 : 0);
     write_output(token);
@@ -352,6 +353,8 @@ struct Step {
   }
 
   DEV void run() {
+    // the kernel behind reads weights early, and nothing that this one or the one before writes
+    if (p.release == AT_ONCE) griddep_launch_at_once();
     if (!p.early) griddep_wait();
     slot = in_pool(p.slots[request * p.slot_stride]);
     if (slot < 0) return no_slot();  // uniform over the cluster
@@ -367,8 +370,7 @@ struct Step {
     load_window();
     load_weights();
     griddep_wait();
-    // never before the wait: grids would pile up, and one of them read a state that an older one still has to write
-    if (!p.late) griddep_launch();
+    if (p.release == BEHIND_WAIT) griddep_launch();
     load_inputs(0);
     one_token(0);
     if constexpr (V::MANY)

@@ -37,7 +37,7 @@ struct StepParams {
   float lower_bound;  // < 0: g = lower_bound * sigmoid(rate * zeta); 0: g = -rate * softplus(zeta)
   float eps;
   int early;     // 1: slots, keep, pools and weights are read before griddepcontrol.wait
-  int late;      // 1: dependents start after the pass over the state, else right after the wait
+  int release;   // when dependents may start: AT_ONCE, BEHIND_WAIT or BEHIND_PASS
   int prefetch;  // heads ahead whose state is pulled into L2 (one CTA a head only); 0: off
 };
 

@@ -10,6 +10,7 @@
 
 // --- programmatic dependent launch ---
 DEV void griddep_launch() { asm volatile("griddepcontrol.launch_dependents;"); }
+DEV void griddep_launch_at_once() { griddep_launch(); }  // the emulator forbids the other before the wait
 DEV void griddep_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // --- shared memory ---
