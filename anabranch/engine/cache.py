@@ -1,9 +1,10 @@
 """Per-request memory: recurrent-state slots for KDA layers and latent pages for MLA layers, as pools."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from anabranch.config.model import ModelConfig
@@ -158,6 +159,17 @@ class Cache:
             return torch.ones((), dtype=torch.bool)
         largest = torch._foreach_norm(states, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
         return to_host(torch.stack(largest).isfinite().all())
+
+
+def row_of(pages: Sequence[int], at: int) -> int:
+    """The latent row of a sequence's token `at`."""
+    return pages[at // PAGE] * PAGE + at % PAGE
+
+
+def rows_of(pages: Sequence[int], first: int, count: int) -> np.ndarray:
+    """int64 [count]: those of its tokens from `first` on."""
+    at = np.arange(first, first + count)
+    return np.asarray(pages, dtype=np.int64)[at // PAGE] * PAGE + at % PAGE
 
 
 def pages_for(tokens: int) -> int:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from anabranch.engine.cache import PAGE, Cache, pages_for
+from anabranch.engine.cache import Cache, pages_for, row_of
 from anabranch.engine.request import Request
 from anabranch.fusion.plan import Moment
 from anabranch.layers.batch import Batch
@@ -143,7 +143,7 @@ class DecodeGraphs:
         if n:
             host[0, :n] = [r.next_tokens(1)[0] for r in requests]
             host[1, :n] = [r.slot for r in requests]
-            host[2, :n] = [r.pages[r.computed // PAGE] * PAGE + r.computed % PAGE for r in requests]
+            host[2, :n] = [row_of(r.pages, r.computed) for r in requests]
             host[3, :n] = [r.computed + 1 for r in requests]
             for i, r in enumerate(requests):
                 host[len(FIELDS) : len(FIELDS) + len(r.pages), i] = r.pages
@@ -162,7 +162,7 @@ class DecodeGraphs:
             slots=slots,
             block_table=fields[len(FIELDS) :].T,
             rows=rows,
-            wanted=offsets[:-1],
+            wanted=None,
             moment=self._moment,
             counts=(size,) * self.model.parallel.dp_size,
         )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from anabranch.engine.cache import PAGE, Cache, pages_for
+from anabranch.engine.cache import PAGE, Cache, pages_for, rows_of
 from anabranch.engine.graphs import capture_mode, record
 from anabranch.engine.request import Request
 from anabranch.fusion.plan import Moment
@@ -191,11 +191,11 @@ def _split(buffer: Any, size: int) -> _Fields:
 def _fill(fields: _Fields, request: Request, count: int) -> None:
     """Write a request's next `count` tokens over fields of nobody."""
     new, size, first = request.next_tokens(count), len(fields.tokens), request.computed
-    at, pages = first + np.arange(count), np.asarray(request.pages[: pages_for(first + count)])
+    pages = request.pages[: pages_for(first + count)]
     # padding shall meet few experts of its own: equal tokens that see nothing stay equal, in a square no token does
     filler = new[-1:] if size <= SINGLE else new
     fields.tokens[:count], fields.tokens[count:] = new, np.resize(filler, size - count)
-    fields.rows[:count], fields.sees[:count] = pages[at // PAGE] * PAGE + at % PAGE, at + 1
+    fields.rows[:count], fields.sees[:count] = rows_of(pages, first, count), first + 1 + np.arange(count)
     # what padding reads in a square must be finite wherever the request is: pages of its own
     fields.table[:], fields.table[: len(pages)] = pages[0], pages
     fields.offsets[1:], fields.ends[0] = (count, size), first + count

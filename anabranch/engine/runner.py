@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from anabranch.engine.cache import PAGE, Cache
+from anabranch.engine.cache import Cache, row_of, rows_of
 from anabranch.engine.flight import Flight
 from anabranch.engine.graphs import DecodeGraphs
 from anabranch.engine.prompt_graphs import PromptGraphs
@@ -16,7 +17,7 @@ from anabranch.fusion.plan import Moment
 from anabranch.layers.batch import Batch, Saves
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.ops.segments import Segments
-from anabranch.ops.staging import to_device
+from anabranch.ops.staging import to_device, together
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,33 +163,41 @@ class Runner:
     def _batch(
         self, segments: Sequence[tuple[Request, int]], newest: torch.Tensor | None = None
     ) -> tuple[Batch, list[int]]:
-        tokens, rows, wanted, owners = [], [], [], []
-        for i, (request, count) in enumerate(segments):
-            first = len(tokens)
-            tokens += request.next_tokens(count)
-            where = range(request.computed, request.computed + count)
-            rows += [request.pages[p // PAGE] * PAGE + p % PAGE for p in where]
-            if wants_prompt_logprobs(request):
-                wanted += range(first, first + count)
-                owners += [i] * count
-            elif request.computed + count == request.known:
-                wanted.append(len(tokens) - 1)
-                owners.append(i)
-        widest = max(len(r.pages) for r, _ in segments)
         decodes = sum(r.decoding for r, _ in segments)
         lengths, totals = [count for _, count in segments], [r.computed + count for r, count in segments]
-        placed = self._tensor(tokens)
+        offsets = np.cumsum([0, *lengths])
+        tokens, rows = np.empty((2, offsets[-1]), dtype=np.int64)
+        table = np.zeros((len(segments), max(len(r.pages) for r, _ in segments)), dtype=np.int64)
+        tokens[:decodes] = [r.next_tokens(1)[0] for r, _ in segments[:decodes]]
+        rows[:decodes] = [row_of(r.pages, r.computed) for r, _ in segments[:decodes]]
+        wanted, owners = [], []
+        for i, (request, count) in enumerate(segments):
+            first, stop = offsets[i : i + 2].tolist()
+            if i >= decodes:
+                tokens[first:stop] = request.next_tokens(count)
+                rows[first:stop] = rows_of(request.pages, request.computed, count)
+            table[i, : len(request.pages)] = request.pages
+            scored = count if wants_prompt_logprobs(request) else int(totals[i] == request.known)
+            wanted += range(stop - scored, stop)
+            owners += [i] * scored
+        placed = together(
+            self.device,
+            **{"tokens": tokens, "rows": rows, "block_table": table, "wanted": wanted},
+            **{"slots": [r.slot for r, _ in segments], "offsets": offsets, "ends": totals},
+            **{"prompt_offsets": offsets[decodes:] - offsets[decodes], "prompt_ends": totals[decodes:]},
+        )
         if newest is not None:
-            placed[:decodes] = newest
+            placed["tokens"][:decodes] = newest
+        prompts = tuple(lengths[decodes:]), tuple(totals[decodes:])
         batch = Batch(
-            tokens=placed,
-            segments=Segments.of(lengths, totals, self.device),
-            prefill=Segments.of(lengths[decodes:], totals[decodes:], self.device),
+            tokens=placed["tokens"],
+            segments=Segments(tuple(lengths), tuple(totals), placed["offsets"], placed["ends"]),
+            prefill=Segments(*prompts, placed["prompt_offsets"], placed["prompt_ends"]),
             decodes=decodes,
-            slots=self._tensor([r.slot for r, _ in segments]),
-            block_table=self._tensor([r.pages + [0] * (widest - len(r.pages)) for r, _ in segments]),
-            rows=self._tensor(rows),
-            wanted=self._tensor(wanted),
+            slots=placed["slots"],
+            block_table=placed["block_table"],
+            rows=placed["rows"],
+            wanted=placed["wanted"],
             moment=Moment(max(totals), max(totals), False),
             saves=self._saves(segments[decodes:]),
         )

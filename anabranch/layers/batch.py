@@ -65,7 +65,7 @@ class Batch:
     slots: torch.Tensor  # int64 [B] recurrent-state slot; -1 is no slot
     block_table: torch.Tensor  # int64 [B, max pages]; with `sees` [T, max pages]
     rows: torch.Tensor  # int64 [T] latent cache row of each token (page * page size + offset); -1 is none
-    wanted: torch.Tensor  # int64 [W] tokens whose logits are computed
+    wanted: torch.Tensor | None  # int64 [W] tokens whose logits are computed; None: every token's
     moment: Moment = EAGER  # what the choice of a projection path may look at besides T
     counts: tuple[int, ...] | None = None  # T of every attention replica, where there are several
     saves: Saves | None = None  # what the prompts leave on their way

@@ -49,8 +49,9 @@ class MlaLayer(MergedOwner):
     def _step(self, q: torch.Tensor, inputs: MlaInputs, batch: Batch, pages: torch.Tensor) -> torch.Tensor:
         """Tokens that are taken one by one, from raw projections to gated outputs in one operation: [B, H * v].
 
-        Early reads: lengths, tables and rows of past steps are complete, as the pass's first norm, behind them, was launched
-        plainly; without `sees` no two tokens share a sequence, so that one sees no row of this step but its own.
+        Early reads: lengths, tables and rows of past steps are complete, as the first norm of the pass, behind them,
+        was launched plainly; without `sees` no two tokens share a sequence, so that one sees no row of this step but
+        its own.
         """
         assert self.ops.mla_step is not None
         norm, gate, (_, sees) = self.kv_a_layernorm, inputs.gate, batch.single

@@ -110,7 +110,7 @@ class KimiModel(nn.Module):
         if self.stage.stop < self.layer_count:
             self.comm.send(torch.stack([stream.sum, *stream.bank]))
             return stream.sum[:0]
-        last = stream.at(batch.wanted)
+        last = stream if batch.wanted is None else stream.at(batch.wanted)
         if self.reads_bank:
             return last.mixed(self.output_attn_res_norm, self.output_attn_res_proj, self.norm)
         return last.normed(self.norm)

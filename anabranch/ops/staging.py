@@ -1,8 +1,13 @@
 """Copies between host and device that the host does not wait for."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
+import numpy as np
 import torch
+from numpy.typing import ArrayLike
+
+_UNIT = 16  # numbers to which every part of a buffer is aligned
 
 
 def to_device(
@@ -16,6 +21,19 @@ def to_device(
         return host.to(device)
     # from pageable memory the copy would wait for everything that was launched before it
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def together(device: torch.device | str, **values: ArrayLike) -> dict[str, torch.Tensor]:
+    """int64 device tensors of host numbers by name, queued as one copy: parts of one buffer, each at 128 bytes."""
+    arrays = [np.asarray(value, dtype=np.int64) for value in values.values()]
+    starts = [0, *accumulate(-(-a.size // _UNIT) * _UNIT for a in arrays)]
+    host = torch.zeros(starts[-1], dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
+    filled = host.numpy()
+    for start, a in zip(starts, arrays, strict=False):
+        filled[start : start + a.size] = a.ravel()
+    placed = host.to(device, non_blocking=True)
+    parts = [placed[start : start + a.size].view(a.shape) for start, a in zip(starts, arrays, strict=False)]
+    return dict(zip(values, parts, strict=True))
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:

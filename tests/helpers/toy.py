@@ -76,7 +76,7 @@ class ToyModel:
             kda.state[slot], kda.conv[slot] = state, new[-1]
             assert fold(0, seen) == state, f"slot {slot} does not hold the state of its own pages"
         assert not left, "a state was wanted where no prompt is"
-        return logits[batch.wanted]
+        return logits if batch.wanted is None else logits[batch.wanted]
 
     def _left(self, batch: Batch) -> dict[int, int]:
         """Token -> the slot that takes the state after it, as both lists of a batch say."""
