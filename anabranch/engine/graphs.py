@@ -108,7 +108,7 @@ class DecodeGraphs:
     def _pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The greedy choice of every row; a pipeline stage that hands on has no rows."""
         if not len(logits):
-            return logits.new_empty(0, dtype=torch.int64), logits.new_empty(0)
+            return logits.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.float32)
         return self.model.ops.pick(logits[:, : self.vocab])
 
     def run(

@@ -81,7 +81,7 @@ def sample(
     ops: Ops,
     picked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> Samples:
-    """One token for each row of `logits` [W, vocab] fp32.
+    """One token for each row of `logits` [W, vocab], fp32 or the model dtype; penalties and biases are added in fp32.
 
     Args:
         picked: what `ops.pick(logits)` gives, if it was computed before; it is written to.
@@ -183,7 +183,7 @@ def _reshaped(logits: torch.Tensor, requests: Sequence[Drawer]) -> tuple[torch.T
     touched = [row for row, r in enumerate(requests) if r.params.reshapes_logits or r.banned]
     if not touched:
         return logits, touched
-    logits = logits.clone()
+    logits = logits.to(torch.float32, copy=True)
     for row in touched:
         request, p = requests[row], requests[row].params
         if p.reshapes_logits:

@@ -110,7 +110,7 @@ class VocabEmbedding(_VocabShard):
 
 
 class VocabHead(_VocabShard):
-    """lm_head: fp32 logits [W, vocab] on every rank."""
+    """lm_head: logits [W, vocab] on every rank, in the model dtype: who adds to them or reads them widens its rows."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.comm.all_gather(self.ops.linear(hidden, self.weight), "attn_tp")[:, : self.vocab].float()
+        return self.comm.all_gather(self.ops.linear(hidden, self.weight), "attn_tp")[:, : self.vocab]

@@ -193,13 +193,13 @@ class KimiForCausalLM(nn.Module):
             self.lm_head = VocabHead(build)
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """fp32 logits [W, vocab] of `batch.wanted`, or no row of a stage that hands on.
+        """Logits [W, vocab] of `batch.wanted`, in the model dtype, or no row of a stage that hands on.
 
         Caches (one for each layer of the stage) are updated in place.
         """
         hidden = self.model(batch, caches)
         if self.model.stage.stop < self.config.layers:
-            return hidden.new_empty(0, self.config.vocab_size, dtype=torch.float32)
+            return hidden.new_empty(0, self.config.vocab_size)
         return self.lm_head(hidden)
 
     def expert_load(self) -> dict[int, list[int]]:

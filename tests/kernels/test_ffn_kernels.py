@@ -91,6 +91,18 @@ def test_row_kernels_keep_their_class_and_do_not_know_their_neighbours(name, dty
     assert torch.equal(call(kernels, x[3:4]), got[3:4])
 
 
+@DTYPES
+def test_a_gated_norm_at_the_ends_of_its_gate(dtype):
+    """(token, head) rows that fill no program; gates that close, open, and are no number."""
+    ends = torch.tensor([-torch.inf, -200.0, -88.0, 0.0, 20.0, 200.0, torch.inf, torch.nan]).to(dtype)
+    x, gate_row = strided(7, 40, dtype).unflatten(-1, (5, 8)), ends.repeat(7, 5)
+    got = norm.gated_rms_norm(x, gate_row, torch.linspace(0.5, 2, 8), 1e-5)
+    want = norm_reference.gated_rms_norm(x, gate_row, torch.linspace(0.5, 2, 8), 1e-5)
+    assert torch.equal(got.isnan(), want.isnan())
+    GATED_RMS_NORM.equality.check(got.nan_to_num(), want.nan_to_num())
+    assert not got.unflatten(-1, (5, 8))[..., :2].any()
+
+
 def test_gate_is_bitwise_in_bf16():
     x, g = torch.randn(5, 37).bfloat16(), strided(5, 37, torch.bfloat16, 4)
     GATE.equality.check(gate.sigmoid_gate(x, g), gate_reference.sigmoid_gate(x, g))
@@ -126,6 +138,16 @@ def test_log_softmax_over_several_chunks():
     LOG_SOFTMAX.equality.check(got[0, 5000:], want[0, 5000:])
     LOG_SOFTMAX.equality.check(got[1:], want[1:])
     assert torch.equal(log_softmax.log_softmax(logits[1:2]), got[1:2])
+
+
+def test_narrow_logits_are_widened_before_anything_else():
+    logits = (torch.randn(3, 4500) * 5).bfloat16()
+    logits[1, 4400] = torch.inf
+    for module in (log_softmax, log_softmax_reference):
+        for got, want in zip(module.pick(logits), module.pick(logits.float()), strict=True):
+            assert got.dtype == want.dtype
+            assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+        assert torch.equal(module.log_softmax(logits[::2]), module.log_softmax(logits[::2].float()))
 
 
 def test_pick_over_several_chunks():

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.ops.early import early_launch, follow
 from anabranch.ops.gate.triton import exp32
 from anabranch.ops.norm.triton import fixed_layout
 
@@ -14,11 +15,14 @@ _CHUNK = 4096
 
 
 @triton.jit
-def _chunk_sums(logits, peaks, sums, places, width, stride, chunks, CHUNK: tl.constexpr, PICK: tl.constexpr):
+def _chunk_sums(
+    logits, peaks, sums, places, width, stride, chunks, CHUNK: tl.constexpr, PICK: tl.constexpr, EARLY: tl.constexpr
+):
     """Peak and sum of one chunk; with PICK also the peak's column, and NaN for the sum if a value is not finite."""
+    follow(EARLY)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
-    value = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf"))
+    value = tl.load(logits + row * stride + column, mask=column < width, other=float("-inf")).to(tl.float32)
     peak = tl.max(value, 0)
     # a chunk of -inf alone has no finite peak to subtract
     shift = tl.where(peak == float("-inf"), 0.0, peak)
@@ -47,12 +51,13 @@ def _subtract(logits, peaks, sums, y, width, stride, chunks, CHUNKS: tl.constexp
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     _, peak, total = _row_total(peaks, sums, row, chunks, CHUNKS)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
-    value = tl.load(logits + row * stride + column, mask=column < width, other=0.0)
+    value = tl.load(logits + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(y + row * width + column, value - peak - tl.log(total), mask=column < width)
 
 
 @triton.jit
-def _choose(peaks, sums, places, tokens, logprobs, chunks, CHUNKS: tl.constexpr):
+def _choose(peaks, sums, places, tokens, logprobs, chunks, CHUNKS: tl.constexpr, EARLY: tl.constexpr):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     part, peak, total = _row_total(peaks, sums, row, chunks, CHUNKS)
     c = tl.arange(0, CHUNKS)
@@ -70,7 +75,9 @@ def _chunked(logits: torch.Tensor, pick: bool) -> tuple[torch.Tensor, torch.Tens
     parts = torch.empty((2, rows, chunks), dtype=torch.float32, device=logits.device)
     places = torch.empty((rows, chunks), dtype=torch.int32, device=logits.device) if pick else parts
     sizes = (width, logits.stride(0), chunks)
-    _chunk_sums[(rows, chunks)](logits, parts[0], parts[1], places, *sizes, CHUNK=_CHUNK, PICK=pick, num_warps=4)
+    _chunk_sums[(rows, chunks)](
+        *(logits, parts[0], parts[1], places, *sizes), CHUNK=_CHUNK, PICK=pick, num_warps=4, **early_launch()
+    )
     return parts, places, chunks
 
 
@@ -98,5 +105,6 @@ def pick(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if rows:
         parts, places, chunks = _chunked(logits, True)
         count = triton.next_power_of_2(chunks)
-        _choose[(rows,)](parts[0], parts[1], places, tokens, logprobs, chunks, CHUNKS=count, num_warps=4)
+        found = (tokens, logprobs)
+        _choose[(rows,)](*parts, places, *found, chunks, CHUNKS=count, num_warps=4, **early_launch())
     return tokens, logprobs
