@@ -101,7 +101,8 @@ class Cache:
     """The pools of one rank: slots for running requests and for snapshots, and latent pages.
 
     `layers` holds one KdaState or LatentPages for each layer of the stage, in order. `slots` are numbered first, then
-    `snapshots`; both live in the same pools, so that saving a state is a copy inside a pool.
+    `snapshots`; both live in the same pools, so that saving a state is a copy inside a pool. What a slot holds for all
+    layers is one block of each pool, of which a layer's pools are views: to clear or copy a slot is one launch a pool.
     """
 
     def __init__(
@@ -117,48 +118,44 @@ class Cache:
     ) -> None:
         self.shape, self.slots, self.snapshots, self.pages = shape, slots, snapshots, pages
         self.device = torch.device(device)
-        self.layers: list[LayerCache] = []
-        count = slots + snapshots
-        for i in stage_layers(config.layers, parallel.pp_size, parallel.pp_rank):
-            if config.layer_kinds[i] == "kda":
-                conv = torch.zeros(count, *shape.conv, dtype=shape.dtype, device=device)
-                state = torch.zeros(count, *shape.state, dtype=shape.state_dtype, device=device)
-                self.layers.append(KdaState(conv, state))
-            else:
-                # one page more than is handed out takes the rows of padding tokens
-                rows = torch.zeros(pages + 1, PAGE, shape.latent_dim, dtype=shape.dtype, device=device)
-                self.layers.append(LatentPages(rows))
+        kinds = [config.layer_kinds[i] for i in stage_layers(config.layers, parallel.pp_size, parallel.pp_rank)]
+        room = (slots + snapshots, kinds.count("kda"))
+        self._conv = torch.zeros(*room, *shape.conv, dtype=shape.dtype, device=device)
+        self._state = torch.zeros(*room, *shape.state, dtype=shape.state_dtype, device=device)
+        states = map(KdaState, self._conv.unbind(1), self._state.unbind(1))
+        # one page more than is handed out takes the rows of padding tokens
+        rows = (pages + 1, PAGE, shape.latent_dim)
+        self.layers: list[LayerCache] = [
+            next(states) if kind == "kda" else LatentPages(torch.zeros(*rows, dtype=shape.dtype, device=device))
+            for kind in kinds
+        ]
 
     @property
     def bytes(self) -> int:
         """Real bytes of all pools."""
-        tensors = [t for c in self.layers for t in ((c.conv, c.state) if isinstance(c, KdaState) else (c.pages,))]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        pages = [layer.pages for layer in self.layers if isinstance(layer, LatentPages)]
+        return sum(t.numel() * t.element_size() for t in (self._conv, self._state, *pages))
 
     def clear(self, slot: int, pages: Iterable[int] = ()) -> None:
         """Zero a slot, and pages: a new sequence starts from zeros, since kernels read unconditionally."""
-        index, kda = list(pages), [layer for layer in self.layers if isinstance(layer, KdaState)]
-        for states in ([layer.conv[slot] for layer in kda], [layer.state[slot] for layer in kda]):
-            if states:  # a launch for each type, not for each layer
-                torch._foreach_zero_(states)  # pyright: ignore[reportPrivateImportUsage]
+        self._conv[slot].zero_()
+        self._state[slot].zero_()
+        index = list(pages)
         for layer in self.layers:
             if index and not isinstance(layer, KdaState):
                 layer.pages[index] = 0
 
     def copy(self, source: int, target: int) -> None:
         """Copy the recurrent state of one slot to another."""
-        pools = [pool for layer in self.layers if isinstance(layer, KdaState) for pool in (layer.conv, layer.state)]
-        if pools:
-            targets, sources = [p[target] for p in pools], [p[source] for p in pools]
-            torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+        for pool in (self._conv, self._state):
+            pool[target].copy_(pool[source])
 
     def finite(self, slot: int) -> torch.Tensor:
         """Whether every state value of a slot is finite: a bool on the host, once the device has got here."""
-        states = [layer.state[slot] for layer in self.layers if isinstance(layer, KdaState)]
-        if not states:
+        state = self._state[slot]
+        if not state.numel():
             return torch.ones((), dtype=torch.bool)
-        largest = torch._foreach_norm(states, torch.inf)  # pyright: ignore[reportPrivateImportUsage]
-        return to_host(torch.stack(largest).isfinite().all())
+        return to_host(torch.linalg.vector_norm(state, torch.inf).isfinite())
 
 
 def row_of(pages: Sequence[int], at: int) -> int:
@@ -168,8 +165,9 @@ def row_of(pages: Sequence[int], at: int) -> int:
 
 def rows_of(pages: Sequence[int], first: int, count: int) -> np.ndarray:
     """int64 [count]: those of its tokens from `first` on."""
-    at = np.arange(first, first + count)
-    return np.asarray(pages, dtype=np.int64)[at // PAGE] * PAGE + at % PAGE
+    used = np.asarray(pages[first // PAGE : pages_for(first + count)], dtype=np.int64)
+    rows = used[:, None] * PAGE + np.arange(PAGE)
+    return rows.ravel()[first % PAGE : first % PAGE + count]
 
 
 def pages_for(tokens: int) -> int:

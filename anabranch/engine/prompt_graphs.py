@@ -9,6 +9,8 @@ first token on: no token looks at what stands behind it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -173,29 +175,31 @@ def _counts(size: int) -> tuple[int, ...]:
     return size, size, size, -(-size // PAGE) + 1, 3, 2, 2, 1, 1, 1
 
 
-def _places(size: int) -> list[int]:
-    """Numbers that these fields take up."""
-    return [-(-count // _UNIT) * _UNIT for count in _counts(size)]
+@cache
+def _spans(size: int) -> list[slice]:
+    """Where each field but the table stands in the buffer."""
+    starts = accumulate((-(-count // _UNIT) * _UNIT for count in _counts(size)), initial=0)
+    return [slice(start, start + count) for start, count in zip(starts, _counts(size), strict=False)]
 
 
 def _room(size: int) -> int:
-    return sum(_places(size))
+    """Numbers in front of the table."""
+    return -(-_spans(size)[-1].stop // _UNIT) * _UNIT
 
 
 def _split(buffer: Any, size: int) -> _Fields:
-    *starts, end = np.cumsum([0, *_places(size)]).tolist()
-    parts = [buffer[start : start + count] for start, count in zip(starts, _counts(size), strict=True)]
-    return _Fields._make([*parts, buffer[end:]])
+    return _Fields._make([*(buffer[span] for span in _spans(size)), buffer[_room(size) :]])
 
 
 def _fill(fields: _Fields, request: Request, count: int) -> None:
     """Write a request's next `count` tokens over fields of nobody."""
-    new, size, first = request.next_tokens(count), len(fields.tokens), request.computed
+    size, first = len(fields.tokens), request.computed
     pages = request.pages[: pages_for(first + count)]
+    new = fields.tokens[:count]
+    new[:] = request.next_tokens(count)
     # padding shall meet few experts of its own: equal tokens that see nothing stay equal, in a square no token does
-    filler = new[-1:] if size <= SINGLE else new
-    fields.tokens[:count], fields.tokens[count:] = new, np.resize(filler, size - count)
-    fields.rows[:count], fields.sees[:count] = rows_of(pages, first, count), first + 1 + np.arange(count)
+    fields.tokens[count:] = new[-1] if size <= SINGLE else np.resize(new, size - count)
+    fields.rows[:count], fields.sees[:count] = rows_of(pages, first, count), np.arange(first + 1, first + 1 + count)
     # what padding reads in a square must be finite wherever the request is: pages of its own
     fields.table[:], fields.table[: len(pages)] = pages[0], pages
     fields.offsets[1:], fields.ends[0] = (count, size), first + count

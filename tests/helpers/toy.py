@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import torch
 
 from anabranch.config.model import ModelConfig
+from anabranch.config.parallel import ParallelConfig
 from anabranch.engine.cache import PAGE, Cache, CacheShape
 from anabranch.engine.engine import Engine
 from anabranch.engine.request import Request
@@ -103,14 +104,8 @@ def toy_runner(
         dtype=torch.float32,
         state_dtype=torch.float32,
     )
-    cache = Cache.__new__(Cache)
-    cache.shape, cache.slots, cache.snapshots, cache.pages = shape, slots, snapshots, pages
-    cache.device = torch.device("cpu")
-    count = slots + snapshots
-    cache.layers = [
-        KdaState(torch.zeros(count, 1, 1), torch.zeros(count, 1, 1, 1)),
-        LatentPages(torch.zeros(pages + 1, PAGE, 1)),
-    ]
+    kinds = SimpleNamespace(layers=2, layer_kinds=("kda", "mla"))
+    cache = Cache(kinds, ParallelConfig(), shape, slots=slots, pages=pages, device="cpu", snapshots=snapshots)  # type: ignore[arg-type]
     return Runner(ToyModel(config, saves), cache, VOCAB, samples)  # type: ignore[arg-type]
 
 
