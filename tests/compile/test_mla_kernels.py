@@ -36,11 +36,14 @@ def test_decode_step(compiled, heads, requests):
     assert asked == [True] * (len(used) - 1) + [gate is None]
 
 
-def test_write_merge_and_gate(compiled):
+def test_write_fetch_merge_and_gate(compiled):
     mla_write(meta(16, 6720)[:, 6144:], meta(RANK), 1e-5, indices(16), meta(600, PAGE, RANK + ROPE))
+    for heads in (12, 32):
+        tails = meta(100, heads, 192)[..., 128:]
+        cudnn.fetch_rows(meta(600, PAGE, RANK + ROPE), indices(9), 28, meta(100, RANK), tails)
     part, sums = meta(16, 32, 128), meta(32, 16, dtype=torch.float32)
     cudnn.merge(part, sums, part, sums, torch.float32)
     cudnn.merge(meta(16, 32, 128, dtype=torch.float32), sums, part, sums, torch.bfloat16)
     for bound in (None, -5.0):
         log_decay(meta(16, 32, 128), meta(4096, dtype=torch.float32), meta(32, dtype=torch.float32), bound)
-    assert len(compiled.check()) == 5
+    assert len(compiled.check()) == 7

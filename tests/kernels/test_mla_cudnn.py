@@ -46,6 +46,22 @@ def test_prefill_equals_the_reference(dtype, stretch, monkeypatch):
         MLA_PREFILL.equality.check(alone, got[at : at + lengths[i]])
 
 
+@pytest.mark.parametrize("heads", [1, 3, 32])
+def test_fetched_rows_are_those_of_the_pages(heads):
+    """From the middle of a page to the middle of another; a page that follows is not read, a gap not written."""
+    pages = torch.randn(5, PAGE, RANK + ROPE).to(torch.bfloat16)
+    table = torch.tensor([3, 0, 4])
+    latent, keys = torch.empty(2 * PAGE, RANK, dtype=pages.dtype), torch.empty(2 * PAGE, heads, NOPE + ROPE)
+    keys = keys.to(pages.dtype)
+    cudnn.fetch_rows(pages, table, 5, latent[: PAGE + 6], keys[: PAGE + 6, :, NOPE:])
+    rows = torch.cat([pages[3], pages[0]])[5 : 5 + PAGE + 6]
+    assert torch.equal(latent[: len(rows)], rows[:, :RANK])
+    assert torch.equal(keys[: len(rows), :, NOPE:], rows[:, None, RANK:].expand(-1, heads, -1))
+    assert latent[len(rows) :].isnan().all()
+    assert keys[len(rows) :].isnan().all()
+    assert keys[..., :NOPE].isnan().all()
+
+
 def test_merge_of_far_apart_sums_is_the_larger_part():
     a, b = torch.randn(5, 3, 20), torch.randn(5, 3, 20)
     low, high = torch.full((3, 5), -1e4), torch.full((3, 5), 90.0)
