@@ -56,6 +56,13 @@ def capture_mode(model: KimiForCausalLM) -> str:
     return "thread_local" if model.parallel.tp_size * model.parallel.pp_size > 1 else "global"
 
 
+def pick(model: KimiForCausalLM, logits: torch.Tensor, vocab: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.pick` of every row among ids below `vocab`; a pipeline stage that hands on has no rows."""
+    if not len(logits):
+        return logits.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.float32)
+    return model.ops.pick(logits[:, :vocab])
+
+
 class DecodeGraphs:
     """One graph for each size, captured largest first so that they share memory.
 
@@ -103,13 +110,7 @@ class DecodeGraphs:
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         logits = self.model(batch, self.cache.layers)
-        return logits, self._pick(logits)
-
-    def _pick(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The greedy choice of every row; a pipeline stage that hands on has no rows."""
-        if not len(logits):
-            return logits.new_empty(0, dtype=torch.int64), logits.new_empty(0, dtype=torch.float32)
-        return self.model.ops.pick(logits[:, : self.vocab])
+        return logits, pick(self.model, logits, self.vocab)
 
     def run(
         self, requests: Sequence[Request], newest: torch.Tensor | None, size: int

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from anabranch.engine.cache import PAGE, Cache, pages_for, rows_of
-from anabranch.engine.graphs import capture_mode, record
+from anabranch.engine.graphs import capture_mode, pick, record
 from anabranch.engine.request import Request
 from anabranch.fusion.plan import Moment
 from anabranch.layers.batch import Batch, Saves
@@ -35,8 +35,8 @@ _UNIT = 16  # numbers: every field starts on 128 bytes, so that kernels meet one
 def why_not(model: KimiForCausalLM, size: int) -> str | None:
     """The reason that a model's prompts of this size cannot be captured, or None."""
     place, chosen = model.parallel, {name: choice[0] for name, choice in model.selection.chosen.items()}
-    if place.dp_size * place.pp_size > 1:
-        return "several attention replicas or stages"
+    if place.dp_size > 1:
+        return "several attention replicas"
     if chosen["kda_prefill"] not in ("cuda", "chunked"):
         return f"kda_prefill={chosen['kda_prefill']} asks the host for lengths"
     if size > SINGLE:
@@ -114,7 +114,7 @@ class PromptGraphs:
 
     def _forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         logits = self.model(batch, self.cache.layers)
-        return logits, self.model.ops.pick(logits[:, : self.vocab])
+        return logits, pick(self.model, logits, self.vocab)
 
     def host(self, size: int, request: Request | None = None, count: int = 0) -> torch.Tensor:
         """int64: the fields of a request's next `count` tokens; without one, of a full size of tokens of nobody.

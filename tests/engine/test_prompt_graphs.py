@@ -9,10 +9,12 @@ from helpers.ref_tiny import kimi_k3_tiny, kimi_linear_tiny, random_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from anabranch.config.parallel import ParallelConfig
 from anabranch.engine import build
 from anabranch.engine.build import EngineOptions, prompt_sizes
 from anabranch.engine.cache import PAGE, Cache, CacheShape, pages_for
 from anabranch.engine.engine import Engine
+from anabranch.engine.graphs import pick
 from anabranch.engine.orders import Scribe, Shadows
 from anabranch.engine.prompt_graphs import PAIRS, SINGLE, SIZES, PromptGraphs, why_not
 from anabranch.engine.request import Request
@@ -180,6 +182,31 @@ def test_which_steps_a_graph_takes():
     assert graphs.size([(request, 1)]) is None, "a decode step"
     for size in SIZES:
         assert "kda_prefill=reference" in (why_not(graphs.model, size) or "")
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [
+        (ParallelConfig(pp_size=2, pp_rank=1), "kda_prefill=reference"),
+        (ParallelConfig(tp_size=2, tp_rank=1), "several attention replicas"),
+        (ParallelConfig(tp_size=2, attn_tp_size=2), "kda_prefill=reference"),
+    ],
+)
+def test_stages_capture_prompts_and_replicas_do_not(place, why):
+    model = model_of("kimi-linear")
+    model.parallel = place
+    for size in SIZES:
+        assert why in (why_not(model, size) or "")
+
+
+def test_a_stage_that_hands_on_chooses_nothing():
+    """As replays of decode steps and prompts do."""
+    model = model_of("kimi-linear")
+    tokens, logprobs = pick(model, torch.empty(0, 96, dtype=torch.bfloat16), 90)
+    assert (tokens.shape, tokens.dtype) == (logprobs.shape, torch.int64)
+    assert logprobs.dtype == torch.float32
+    [token], _ = pick(model, torch.arange(96.0)[None], 90)
+    assert token == 89, "ids that are padding are not chosen"
 
 
 def test_sizes_are_those_that_a_step_may_have(monkeypatch):

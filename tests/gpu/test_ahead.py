@@ -80,9 +80,10 @@ def test_prompts_sent_to_their_experts_are_scored_as_gathered_ones(model):
     assert (got - want).abs().max() < 0.5
 
 
-def test_prompts_from_graphs_are_scored_as_eager_ones(model):
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+def test_prompts_from_graphs_are_scored_as_eager_ones(model, layout):
     asked, first = prompts(64, 300, 1000), SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    with LLM(model, **OPTIONS, tp=2) as llm:
+    with LLM(model, **OPTIONS, **layout) as llm:
         replayed = [llm.generate([p], first)[0].outputs[0] for p in asked]
         assert llm.engine.runner.prompt_replays == {64: 1, 384: 1, 1024: 1}
         llm.engine.runner.prompts = None  # the head decides for all ranks
