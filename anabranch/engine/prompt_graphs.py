@@ -34,9 +34,7 @@ _UNIT = 16  # numbers: every field starts on 128 bytes, so that kernels meet one
 
 def why_not(model: KimiForCausalLM, size: int) -> str | None:
     """The reason that a model's prompts of this size cannot be captured, or None."""
-    place, chosen = model.parallel, {name: choice[0] for name, choice in model.selection.chosen.items()}
-    if place.dp_size > 1:
-        return "several attention replicas"
+    chosen = {name: choice[0] for name, choice in model.selection.chosen.items()}
     if chosen["kda_prefill"] not in ("cuda", "chunked"):
         return f"kda_prefill={chosen['kda_prefill']} asks the host for lengths"
     if size > SINGLE:
@@ -79,11 +77,23 @@ class PromptGraphs:
         self.saves = cache.snapshots > 0 and model.ops.prefill_saves
         self._graphs: dict[int, _Captured] = {}
 
-    def size(self, segments: Sequence[tuple[Request, int]]) -> int | None:
-        """The graph that holds a step of one prompt, or of a part of one; None if none does."""
+    def size(self, replicas: Sequence[Sequence[tuple[Request, int]]]) -> int | None:
+        """The graph that all attention replicas replay: each one's step is of one prompt, or of a part of one, or idle.
+
+        None if none holds them.
+        """
+        busy = [segments for segments in replicas if segments]
+        sizes = [self._size(segments) for segments in busy]
+        if not sizes or None in sizes:
+            return None
+        size = max(s for s in sizes if s is not None)
+        # a square is from the first token on
+        return size if size <= SINGLE or not any(request.computed for [(request, _)] in busy) else None
+
+    def _size(self, segments: Sequence[tuple[Request, int]]) -> int | None:
         if len(segments) != 1:
             return None
-        request, count = segments[0]
+        [(request, count)] = segments
         if request.decoding or request.params.prompt_logprobs is not None:
             return None
         size = next((size for size in self.sizes if size >= count), None)
@@ -102,10 +112,12 @@ class PromptGraphs:
             pool = pool or graph.pool()
             self._graphs[size] = _Captured(graph, fields, batch, logits, picked)
 
-    def run(self, request: Request, count: int, size: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def run(
+        self, request: Request | None, count: int, size: int
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """The next `count` tokens of a request, at most `size`: logits [1, vocab] of the last, `ops.pick` of them.
 
-        The tensors are valid until the next run.
+        The tensors are valid until the next run. Without a request the replica computes tokens of nobody beside others.
         """
         captured, host = self._graphs[size], self.host(size, request, count)
         captured.fields[: len(host)].copy_(host, non_blocking=True)
@@ -129,8 +141,8 @@ class PromptGraphs:
         if request is not None:
             _fill(fields, request, count)
         else:
-            fields.tokens[:], fields.table[:] = np.arange(size) % self.model.config.vocab_size, self.cache.pages
-            fields.offsets[1:], fields.wanted[0] = size, size - 1
+            # equal tokens meet few experts
+            fields.table[:], fields.offsets[1:], fields.wanted[0] = self.cache.pages, size, size - 1
         return buffer
 
     def batch(self, fields: torch.Tensor, size: int) -> Batch:
@@ -147,6 +159,7 @@ class PromptGraphs:
             rows=f.rows,
             wanted=f.wanted,
             moment=Moment(size, size, True),
+            counts=(size,) * self.model.parallel.dp_size,
             saves=Saves(chunks=f.chunks, slots=f.kept, ends=f.cuts) if self.saves else None,
         )
         if size > SINGLE:

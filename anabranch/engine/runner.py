@@ -67,9 +67,9 @@ class Runner:
             assert self.graphs is not None
             size = self.graphs.size(max(map(len, replicas)))
             return Turn((size,) * len(replicas), size=size, follow=follow)
-        counts = tuple(max(1, sum(n for _, n in s)) for s in replicas)
-        prompt = self.prompts.size(replicas[0]) if self.prompts is not None else None
-        return Turn(counts, prompt=prompt, eager="" if prompt else eager, follow=follow)
+        if self.prompts is not None and (prompt := self.prompts.size(replicas)) is not None:
+            return Turn((prompt,) * len(replicas), prompt=prompt, follow=follow)
+        return Turn(tuple(max(1, sum(n for _, n in s)) for s in replicas), eager=eager, follow=follow)
 
     @torch.inference_mode()
     def launch(
@@ -91,9 +91,9 @@ class Runner:
             owners = list(range(len(segments)))
         elif turn.prompt is not None:
             assert self.prompts is not None
-            logits, picked = self.prompts.run(*segments[0], turn.prompt)
+            logits, picked = self.prompts.run(*(segments[0] if segments else (None, 0)), turn.prompt)
             self.prompt_replays[turn.prompt] += 1
-            owners = [0]
+            owners = [0] if segments else []
         else:
             self.eager_steps[turn.eager] += 1
             batch, owners = self._batch(segments, newest) if segments else (self._idle(), [])

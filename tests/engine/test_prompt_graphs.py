@@ -9,7 +9,6 @@ from helpers.ref_tiny import kimi_k3_tiny, kimi_linear_tiny, random_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from anabranch.config.parallel import ParallelConfig
 from anabranch.engine import build
 from anabranch.engine.build import EngineOptions, prompt_sizes
 from anabranch.engine.cache import PAGE, Cache, CacheShape, pages_for
@@ -18,7 +17,7 @@ from anabranch.engine.graphs import pick
 from anabranch.engine.orders import Scribe, Shadows
 from anabranch.engine.prompt_graphs import PAIRS, SINGLE, SIZES, PromptGraphs, why_not
 from anabranch.engine.request import Request
-from anabranch.engine.runner import Runner
+from anabranch.engine.runner import Runner, Turn
 from anabranch.engine.sampling import SamplingParams
 from anabranch.engine.text import TextStream
 from anabranch.layers.batch import Batch, KdaState
@@ -45,6 +44,18 @@ class Played(PromptGraphs):
 
     def run(self, request, count, size):
         return self._forward(self.true_batch(request, count, size))
+
+
+class Idle(PromptGraphs):
+    """Replays for nobody, as eager passes."""
+
+    def run(self, request, count, size):
+        assert (request, count) == (None, 0)
+        batch = self.batch(self.host(size), size)
+        assert batch.slots.tolist() == [-1, -1]
+        assert set(batch.rows.tolist()) == {-1}
+        segments = Segments.of([size], [0])
+        return self._forward(replace(batch, segments=segments, slots=batch.slots[:1], counts=None))
 
 
 def model_of(case: str) -> KimiForCausalLM:
@@ -162,41 +173,59 @@ def test_which_steps_a_graph_takes():
     request, long, scored = ask(100), ask(400), ask(9, prompt_logprobs=1)
     for r in (request, long, scored):
         r.prefill_until = len(r.prompt)
-    assert graphs.size([(request, 64)]) == 64
-    assert graphs.size([(request, 65)]) == 128
-    assert graphs.size([(long, 320)]) == 320, "the beginning of a prompt"
-    assert graphs.size([(long, 321)]) is None
-    assert graphs.size([(scored, 9)]) is None
-    assert graphs.size([(request, 100), (long, 20)]) is None
-    assert graphs.size([]) is None
+    assert graphs.size([[(request, 64)]]) == 64
+    assert graphs.size([[(request, 65)]]) == 128
+    assert graphs.size([[(long, 320)]]) == 320, "the beginning of a prompt"
+    assert graphs.size([[(long, 321)]]) is None
+    assert graphs.size([[(scored, 9)]]) is None
+    assert graphs.size([[(request, 100), (long, 20)]]) is None
+    assert graphs.size([[]]) is None
     request.computed = long.computed = 64
-    assert graphs.size([(request, 36)]) == 64
-    assert graphs.size([(long, 128)]) == 128, "the middle of a prompt"
-    assert graphs.size([(long, 129)]) is None, "a square knows no history"
+    assert graphs.size([[(request, 36)]]) == 64
+    assert graphs.size([[(long, 128)]]) == 128, "the middle of a prompt"
+    assert graphs.size([[(long, 129)]]) is None, "a square knows no history"
     long.computed, long.prefill_until = PAIRS // 128 - 128, PAIRS
-    assert graphs.size([(long, 128)]) == 128
+    assert graphs.size([[(long, 128)]]) == 128
     long.computed += 1
-    assert graphs.size([(long, 128)]) is None, "reading all of it would take longer than launching"
-    assert graphs.size([(long, 64)]) == 64
+    assert graphs.size([[(long, 128)]]) is None, "reading all of it would take longer than launching"
+    assert graphs.size([[(long, 64)]]) == 64
     request.computed = 100
-    assert graphs.size([(request, 1)]) is None, "a decode step"
+    assert graphs.size([[(request, 1)]]) is None, "a decode step"
     for size in SIZES:
         assert "kda_prefill=reference" in (why_not(graphs.model, size) or "")
 
 
-@pytest.mark.parametrize(
-    ("place", "why"),
-    [
-        (ParallelConfig(pp_size=2, pp_rank=1), "kda_prefill=reference"),
-        (ParallelConfig(tp_size=2, tp_rank=1), "several attention replicas"),
-        (ParallelConfig(tp_size=2, attn_tp_size=2), "kda_prefill=reference"),
-    ],
-)
-def test_stages_capture_prompts_and_replicas_do_not(place, why):
-    model = model_of("kimi-linear")
-    model.parallel = place
-    for size in SIZES:
-        assert why in (why_not(model, size) or "")
+def test_replicas_replay_one_size_together():
+    graphs = PromptGraphs(model_of("kimi-linear"), new_cache(model_of("kimi-linear")), [64, 128, 320], 512)
+    fresh, other, rest, answer = ask(300), ask(60), ask(100), ask(20)
+    for request in (fresh, other, rest, answer):
+        request.prefill_until = len(request.prompt)
+    rest.computed, answer.computed = 64, 20
+    assert graphs.size([[(other, 60)], []]) == 64, "an idle replica computes tokens of nobody"
+    assert graphs.size([[], [(fresh, 300)], [(other, 60)]]) == 320
+    assert graphs.size([[(rest, 36)], [(other, 60)]]) == 64
+    assert graphs.size([[(rest, 36)], [(fresh, 300)]]) is None, "a square knows no history"
+    assert graphs.size([[(answer, 1)], [(other, 60)]]) is None, "a decode step beside it"
+    assert graphs.size([[], []]) is None
+    runner = Runner(graphs.model, graphs.cache)
+    runner.prompts = graphs
+    assert runner.turn([[(other, 60)], []]) == Turn((64, 64), prompt=64)
+    assert runner.turn([[(answer, 1)], [(other, 60)]]) == Turn((1, 60), eager="no graphs")
+
+
+@pytest.mark.usefixtures("double_precision")
+def test_a_replica_without_a_prompt_computes_tokens_of_nobody():
+    graphs = Idle(model_of("kimi-linear"), cache := new_cache(model_of("kimi-linear")), [64], 512)
+    runner = Runner(graphs.model, cache)
+    runner.prompts = graphs
+    before = [
+        pool.clone() for layer in cache.layers if isinstance(layer, KdaState) for pool in (layer.conv, layer.state)
+    ]
+    flight = runner.launch([], turn=Turn((64, 64), prompt=64))
+    assert (flight.segments, flight.ready, flight.wait()) == ([], [], [])
+    assert runner.prompt_replays == {64: 1}
+    after = [pool for layer in cache.layers if isinstance(layer, KdaState) for pool in (layer.conv, layer.state)]
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
 def test_a_stage_that_hands_on_chooses_nothing():
@@ -290,7 +319,7 @@ def test_a_rank_that_follows_fills_in_the_same_fields():
     request.prefill_until = 210
     for computed, count, pages, saving in ((0, 128, [7, 3], None), (128, 82, [7, 3, 9, 1], (192, 3))):
         request.computed, request.pages, request.saving = computed, pages, saving
-        size = graphs.size([(request, count)])
+        size = graphs.size([[(request, count)]])
         assert size == 128
         [(shadow, told)] = shadows.obey(scribe.step([(request, count)], None))
         assert told == count

@@ -80,12 +80,17 @@ def test_prompts_sent_to_their_experts_are_scored_as_gathered_ones(model):
     assert (got - want).abs().max() < 0.5
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"tp": 2, "dp_attention": 2, "ep": 2}, {"pp": 2}], ids=str)
 def test_prompts_from_graphs_are_scored_as_eager_ones(model, layout):
     asked, first = prompts(64, 300, 1000), SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
     with LLM(model, **OPTIONS, **layout) as llm:
         replayed = [llm.generate([p], first)[0].outputs[0] for p in asked]
         assert llm.engine.runner.prompt_replays == {64: 1, 384: 1, 1024: 1}
+        if "dp_attention" in layout:  # one prompt for each replica, replayed at once
+            both = llm.generate([asked[1], asked[1]], first)
+            assert llm.engine.runner.prompt_replays[384] == 2
+            scores = [answer.outputs[0].logprobs[0] for answer in both]
+            assert scores == pytest.approx([replayed[1].logprobs[0]] * 2, abs=0.1)
         llm.engine.runner.prompts = None  # the head decides for all ranks
         eager = [llm.generate([p], first)[0].outputs[0] for p in asked]
     for one, other in zip(replayed, eager, strict=True):
