@@ -10,7 +10,7 @@ from anabranch.layers.experts import Mxfp4Experts, PlainExperts
 from anabranch.layers.linear import Linear, RMSNorm, frozen
 from anabranch.layers.load import ExpertLoad
 from anabranch.layers.mlp import Mlp
-from anabranch.ops.router.plan import FEW_TOKENS, scratch_words
+from anabranch.ops.router.plan import NORMED_TOKENS, scratch_words
 from anabranch.parallel.exchange import Traffic, combine, dispatch
 
 Routing = tuple[torch.Tensor, torch.Tensor]  # weights and experts of each token
@@ -37,7 +37,7 @@ class Router(nn.Module):
 
     def norms(self, rows: int) -> bool:
         """Whether `normed` takes so many rows."""
-        return self.ops.norm_route is not None and 1 <= rows <= FEW_TOKENS
+        return self.ops.norm_route is not None and 1 <= rows <= NORMED_TOKENS
 
     def normed(
         self, norm: RMSNorm, x: torch.Tensor, update: torch.Tensor | None

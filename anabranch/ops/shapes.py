@@ -5,7 +5,7 @@ import torch
 from anabranch.config.model import ModelConfig
 from anabranch.config.verdict import Verdict
 from anabranch.ops import native
-from anabranch.ops.router.plan import FEW_TOKENS, unfit
+from anabranch.ops.router.plan import FEW_TOKENS, NORMED_TOKENS, unfit
 
 
 def _hopper() -> bool:
@@ -80,7 +80,7 @@ def few_normed(config: ModelConfig) -> Verdict:
     if config.attn_res_block is not None:
         return Verdict(False, "attention residuals are read through a norm of their own")
     first = few_routed(config)
-    return Verdict(True, f"up to {FEW_TOKENS} tokens, two launches above") if first.ok else first
+    return Verdict(True, f"up to {NORMED_TOKENS} tokens, two launches above") if first.ok else first
 
 
 def plain_experts(config: ModelConfig) -> Verdict:

@@ -11,6 +11,7 @@ from helpers.banks import mxfp4_bank, plain_bank
 from anabranch.config.model import ActivationConfig, ModelConfig
 from anabranch.ops.attn_residual.triton import residual_norm
 from anabranch.ops.expert_ffn.triton import expert_ffn
+from anabranch.ops.expert_sum.triton import expert_sum
 from anabranch.ops.experts.plan import Plan, Tile
 from anabranch.ops.experts.triton import routed_experts
 from anabranch.ops.gate.triton import sigmoid_gate
@@ -143,14 +144,30 @@ def test_linear_in_fp32(compiled):
     compiled.check()
 
 
-@pytest.mark.parametrize("tokens", [1, 128, 2048])
+@pytest.mark.parametrize("tokens", [1, 128, 1024, 2048, 8192])
 def test_router(compiled, real_kl, real_k3, tokens):
     for config in (real_kl, real_k3):
         moe, width = config.moe, config.hidden_size
         route(meta(tokens, width), meta(moe.experts, width), meta(moe.experts, dtype=torch.float32), moe)
     with pytest.raises(ValueError, match="groups=8"):
         route(meta(1, 16), meta(16, 16), meta(16, dtype=torch.float32), replace(real_kl.moe, groups=8))
-    only_wgmma(compiled.check())
+    used = compiled.check()
+    only_wgmma(used)
+    if tokens == 8192:  # the large tile runs its five stages ahead
+        for u in used[::2]:
+            assert set(re.findall(r"m64n\d+k16", u.ptx)) == {"m64n128k16"}
+            assert u.shared == 5 * 64 * (128 + 128) * 2
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(64, 0), (128, 0), (1024, 9), (8192, 9)])
+def test_expert_sum(compiled, real_kl, real_k3, tokens, words):
+    """Many tokens: every addend passes the second-level cache by, in words of 16 bytes."""
+    for config, width in ((real_kl, 2304), (real_k3, 3584)):
+        chosen = meta(tokens, config.moe.top_k, dtype=torch.int64)
+        out, weights = meta(chosen.numel(), width), meta(*chosen.shape, dtype=torch.float32)
+        expert_sum(out, weights, chosen, 0, 64, meta(tokens, width), meta(tokens, width))
+    used = compiled.check()
+    assert used[0].ptx.count("ld.global.L1::evict_first.L2::cache_hint.v4.b32") == words
 
 
 def test_a_norm_starts_early_only_where_it_adds_an_update(compiled):
@@ -163,6 +180,18 @@ def test_a_norm_starts_early_only_where_it_adds_an_update(compiled):
     used = compiled.check()
     assert [k.metadata.launch_pdl for k in compiled] == [False, True, False, True]
     assert all("griddepcontrol.wait" in u.ptx and "griddepcontrol.launch_dependents" in u.ptx for u in used)
+
+
+def test_kernels_within_a_pass_start_early(compiled):
+    x = meta(8, 4096)
+    gated_rms_norm(x.unflatten(-1, (32, 128)), x, meta(128, dtype=torch.float32), 1e-5)
+    glu(meta(8, 2048), ActivationConfig(name="silu"))
+    used = compiled.check()
+    assert [k.metadata.launch_pdl for k in compiled] == [True, True]
+    for u in used:  # nothing is read before the wait
+        assert u.ptx.index("griddepcontrol.wait") < u.ptx.index("ld.global")
+        assert "griddepcontrol.launch_dependents" in u.ptx
+    assert used[0].ptx.count("L1::evict_first") + used[0].ptx.count("L2::cache_hint") >= 2
 
 
 def test_row_kernels(compiled):

@@ -45,7 +45,7 @@ def test_producer_layouts(compiled, heads, layout):
     assert len({id(kernel) for kernel in produce}) == len({id(kernel) for kernel in replace}) == 1
     ptx = compiled.check()[0].ptx
     # both walks: four rows before the loop, four in it and three of the history, from x or the window; none tap by tap
-    assert ptx.count("ld.global.v4.b32") == 2 * (4 + 4 + 2 * 3)
+    assert ptx.count("ld.global.v2.b32") == 2 * (4 + 4 + 2 * 3)
 
 
 @HEADS

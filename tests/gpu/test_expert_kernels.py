@@ -123,7 +123,7 @@ def test_other_ranks_experts_are_left_out(kl_bank, shared, first):
         BITWISE.check(expert_ffn(*inputs, linear), chain(*inputs, linear), f"{tokens} tokens")
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 300])
+@pytest.mark.parametrize("tokens", [1, 5, 300, 1025])
 def test_expert_sum_is_bitwise(tokens):
     out, (weights, chosen) = randn(tokens * 8, 2304), random_routing(tokens, 256, 8, "cuda")
     out[((chosen < 64) | (chosen >= 200)).flatten()] = torch.nan

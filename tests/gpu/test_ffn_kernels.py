@@ -136,6 +136,19 @@ def test_row_kernels(name, dtype):
 
 
 @DTYPES
+def test_gated_norm_at_the_ends_of_its_gate(dtype):
+    """(token, head) rows that fill no program; gates that close, open, and are no number."""
+    ends = torch.tensor([-torch.inf, -200.0, -88.0, 0.0, 20.0, 200.0, torch.inf, torch.nan]).to(dtype)
+    for tokens in (1, 77, 1024):
+        x, weight = randn(tokens, 3 * 128, dtype=dtype).unflatten(-1, (3, 128)), torch.rand(128, device="cuda")
+        gate = ends.cuda().repeat(tokens, 3 * 16)
+        got, want = (f(x, gate, weight, 1e-5) for f in (gated_rms_norm, norm_reference.gated_rms_norm))
+        assert torch.equal(got.isnan(), want.isnan())
+        GATED_RMS_NORM.equality.check(got.nan_to_num(), want.nan_to_num())
+        assert not got.unflatten(-1, (-1, 8))[..., :2].any()
+
+
+@DTYPES
 def test_add_rms_norm_equals_its_two_steps(dtype):
     x, update, weight = randn(65, 2304, dtype=dtype), randn(65, 2304, dtype=dtype), randn(2304, dtype=dtype)
     total, normed = add_rms_norm(x, update, weight, 1e-5)
@@ -171,7 +184,7 @@ def test_linear_replays():
 def test_router(request, config, dtype):
     model = request.getfixturevalue(config)
     moe, width = model.moe, model.hidden_size
-    x, weight = randn(2048, width, dtype=dtype), randn(moe.experts, width, dtype=dtype, spread=0.02)
+    x, weight = randn(4100, width, dtype=dtype), randn(moe.experts, width, dtype=dtype, spread=0.02)
     bias = torch.rand(moe.experts, device="cuda") * 0.1
     weights, chosen = route(x, weight, bias, moe)
     scores = torch.sigmoid(x.double() @ weight.double().T)
@@ -181,7 +194,7 @@ def test_router(request, config, dtype):
     assert clear.float().mean() > 0.5
     assert torch.equal(chosen[clear], want[clear])
     torch.testing.assert_close(weights[clear], want_weights[clear], rtol=5e-6, atol=1e-7)
-    for m in (1, 16, 17, 64, 128, 129):
+    for m in (1, 16, 17, 64, 128, 129, 1000, 1200, 2000):  # every tile of `logit_tile`
         part = route(x[:m], weight, bias, moe)
         BITWISE.check(part[0], weights[:m], f"weights of {m} tokens")
         BITWISE.check(part[1], chosen[:m], f"experts of {m} tokens")
@@ -195,7 +208,7 @@ def test_the_lower_expert_wins_a_tie(real_kl):
 
 def test_router_replays(real_kl):
     weight, bias = randn(256, 2304, spread=0.02), torch.zeros(256, device="cuda")
-    for m in (1, 129):
+    for m in (1, 129, 4100):
         replays_equal_eager(lambda x: route(x, weight, bias, real_kl.moe)[0], lambda m=m: (randn(m, 2304),))
 
 

@@ -25,6 +25,7 @@ from anabranch.ops.linear import reference as linear_reference
 from anabranch.ops.linear.triton import linear
 from anabranch.ops.router import reference as router_reference
 from anabranch.ops.router import triton as router_kernels
+from anabranch.ops.router.plan import LogitTile, logit_tile
 from anabranch.ops.router.spec import ROUTER
 from anabranch.ops.router.triton import route
 
@@ -150,11 +151,12 @@ def test_runs_of_any_length_have_the_same_bits():
 
 
 @DTYPES
+@pytest.mark.parametrize("few", [1, 5])
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_expert_sum_is_bitwise(monkeypatch, dtype, tokens):
+def test_expert_sum_is_bitwise(monkeypatch, dtype, tokens, few):
     """By ascending expert; rows of other ranks' experts are never read; y keeps what is beside it."""
-    monkeypatch.setattr(sum_kernels, "_FEW", 1)
-    monkeypatch.setattr(sum_kernels, "_BLOCK", 256)
+    monkeypatch.setattr(sum_kernels, "_FEW_TOKENS", few)
+    monkeypatch.setattr(sum_kernels, "_COLUMNS", 256)
     out, (weights, chosen) = torch.randn(tokens * 5, 700).to(dtype), random_routing(tokens, 20, 5)
     out[((chosen < 3) | (chosen >= 15)).flatten()] = torch.nan
     for shared in (None, strided(tokens, 700, dtype)):
@@ -164,6 +166,39 @@ def test_expert_sum_is_bitwise(monkeypatch, dtype, tokens):
         sum_reference.expert_sum(out, weights, chosen, 3, 12, want, shared)
         EXPERT_SUM.equality.check(wide[:, 20:], want)
         assert (wide[:, :20] == 7).all()
+
+
+def test_tiles_of_the_routers_logits(real_kl, real_k3):
+    """By the programs that they make; splitting ends at 128 tokens."""
+    sizes = [(config.moe.experts, config.hidden_size) for config in (real_kl, real_k3)]
+    for tokens, want in {
+        1: (16, 16), 128: (64, 64), 129: (32, 32), 288: (32, 32), 289: (32, 64), 1056: (32, 64), 1057: (64, 64),
+        1664: (64, 64), 1665: (64, 128), 6016: (64, 128), 6017: (128, 128), 20_000: (128, 128),
+    }.items():  # fmt: skip
+        assert tuple(logit_tile(tokens, *size, 2).T for size in sizes) == want, tokens
+    assert logit_tile(20_000, 256, 2304, 4).T == 16
+    assert logit_tile(20_000, 256, 2300, 2).T == 64  # a large tile takes whole segments only
+
+
+@DTYPES
+def test_no_tile_of_logits_changes_a_bit(monkeypatch, dtype):
+    """Exact sums; tokens and experts that fill no tile; a row of NaN stays alone."""
+    x, weight = torch.randint(-3, 4, (37, 512)).to(dtype), (torch.randint(-3, 4, (70, 512)) / 512).to(dtype)
+    x[20] = torch.nan
+    monkeypatch.setattr(router_kernels, "SPLIT_TOKENS", 16)
+    bias, want = torch.randn(70), None
+    moe = replace(MOE, experts=70, top_k=5)
+    for tile in (LogitTile(T=64), LogitTile(T=32), LogitTile(T=64, R=128, K=64), LogitTile(T=16, R=32, K=32)):
+        monkeypatch.setattr(router_kernels, "logit_tile", lambda *_, tile=tile: tile)
+        weights, chosen = route(x, weight, bias, moe)
+        want = want or (weights, chosen)
+        assert torch.equal(chosen, want[1]), tile
+        assert torch.equal(weights.isnan(), want[0].isnan()), tile
+        assert torch.equal(weights.nan_to_num(), want[0].nan_to_num()), tile
+    live = torch.arange(37) != 20
+    want_weights, want_chosen = router_reference.route(x[live], weight, bias, moe)
+    assert torch.equal(chosen[live], want_chosen)
+    ROUTER.equality.check(weights[live], want_weights)
 
 
 @DTYPES

@@ -17,7 +17,7 @@ from anabranch.measure.touched import noting_experts
 from anabranch.models.kimi import DecoderLayer, KimiForCausalLM
 from anabranch.ops import implementation, native, registry
 from anabranch.ops.registry import select
-from anabranch.ops.router.plan import FEW_TOKENS
+from anabranch.ops.router.plan import NORMED_TOKENS
 from anabranch.ops.router.reference import norm_route
 from anabranch.ops.segments import Segments
 
@@ -57,7 +57,7 @@ def one_launch(monkeypatch) -> DecoderLayer:
 
 
 @pytest.mark.parametrize("pending", [True, False])
-@pytest.mark.parametrize("rows", [1, FEW_TOKENS, FEW_TOKENS + 1])
+@pytest.mark.parametrize("rows", [1, NORMED_TOKENS, NORMED_TOKENS + 1])
 def test_a_few_rows_are_normed_and_routed_at_once(one_launch, rows, pending):
     prefix, update = torch.randn(2, rows, 64).bfloat16()
     streams = [Stream(prefix.clone(), pending=update if pending else None) for _ in range(2)]
@@ -67,16 +67,16 @@ def test_a_few_rows_are_normed_and_routed_at_once(one_launch, rows, pending):
     assert torch.equal(got, want)
     assert streams[1].pending is None
     assert torch.equal(streams[1].sum, streams[0].sum)
-    assert counted["moe.norm_route"] == (rows <= FEW_TOKENS)
+    assert counted["moe.norm_route"] == (rows <= NORMED_TOKENS)
 
 
 def test_who_watches_the_router_sees_every_choice(one_launch):
     with noting_experts(one_launch) as seen:
-        for rows in (1, FEW_TOKENS + 1):
+        for rows in (1, NORMED_TOKENS + 1):
             one_launch.feed(Stream(torch.randn(rows, 64).bfloat16()), batch(rows))
     gate: Any = one_launch.get_submodule("block_sparse_moe.gate")
     top_k = gate.moe.top_k
-    assert list(seen.choices.values()) == [[top_k, top_k * (FEW_TOKENS + 1)]]
+    assert list(seen.choices.values()) == [[top_k, top_k * (NORMED_TOKENS + 1)]]
 
 
 def test_a_dense_ffn_keeps_its_norm():

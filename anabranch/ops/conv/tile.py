@@ -1,4 +1,7 @@
-"""How the convolution of prompts is cut into programs. Nothing here changes a bit of its result."""
+"""How the convolution of prompts is cut into programs.
+
+Nothing here changes a bit of the convolution. Warps may change the order of the sum in a norm behind it.
+"""
 
 import re
 from dataclasses import dataclass
@@ -30,7 +33,8 @@ class Tile:
         return f"S{self.streams}R{self.run}W{self.warps}"
 
 
-TILE = Tile(streams=4, run=32, warps=2)
+TILE = Tile(streams=4, run=32, warps=4)  # of the producer's layouts, at 1024 tokens as at 8192
+PLAIN = Tile(streams=4, run=32, warps=2)  # of the convolution alone: a tenth faster at 1024 tokens, 3 % slower at 8192
 
 
 def parse(name: str) -> Tile:

@@ -9,8 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.ops.conv.tile import TILE, Tile
+from anabranch.ops.conv.tile import PLAIN, Tile
 from anabranch.ops.conv.triton_walk import MOST_TAPS, mix, native_asm, piece_of, silu, tap, walk
+from anabranch.ops.early import early_launch, follow
 from anabranch.ops.segments import Segments
 
 ROWS, CHANNELS, WARPS = 4, 256, 4
@@ -23,7 +24,7 @@ def conv(
     slots: torch.Tensor,
     pool: torch.Tensor,
     weight: torch.Tensor,
-    tile: Tile = TILE,
+    tile: Tile = PLAIN,
 ) -> torch.Tensor:
     """See spec.py; 2 to 4 taps.
 
@@ -79,7 +80,7 @@ def replace_history(x: torch.Tensor, segments: Segments, slots: torch.Tensor, po
     channels, count = x.shape[1], len(segments)
     grid = (triton.cdiv(channels, CHANNELS), triton.cdiv(count, ROWS))
     numbers = (count, channels, x.stride(0), slots.stride(0), pool.stride(0))
-    block = {"TAPS": taps, "ROWS": ROWS, "CHANNELS": CHANNELS, "num_warps": WARPS}
+    block = {"TAPS": taps, "ROWS": ROWS, "CHANNELS": CHANNELS, "num_warps": WARPS, **early_launch()}
     _replace_history[grid](x, segments.offsets, slots, pool, *numbers, **block)
 
 
@@ -205,8 +206,10 @@ def _replace_history(
     TAPS: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One row of programs a ROWS segments."""
+    follow(EARLY)
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     b = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     there = b < B

@@ -24,19 +24,25 @@ def native_asm() -> bool:
 
 
 @triton.jit
-def silu(x, ASM: tl.constexpr):
-    """x / (1 + exp(-x)) in fp32 by the two approximate instructions, each within two units in the last place."""
+def quick_sigmoid(x, ASM: tl.constexpr):
+    """1 / (1 + exp(-x)) in fp32 by the two approximate instructions, each within two units in the last place."""
     if ASM:
         return tl.inline_asm_elementwise(
             "{.reg .f32 e; mul.f32 e, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 e, e; add.f32 e, e, 0f3F800000;"
-            " rcp.approx.ftz.f32 e, e; mul.f32 $0, $1, e;}",
+            " rcp.approx.ftz.f32 $0, e;}",
             "=f,f",
             [x],
             dtype=tl.float32,
             is_pure=True,
             pack=1,
         )
-    return x / (1.0 + tl.exp(-x))
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def silu(x, ASM: tl.constexpr):
+    """x * sigmoid(x) in fp32."""
+    return x * quick_sigmoid(x, ASM)
 
 
 @triton.jit

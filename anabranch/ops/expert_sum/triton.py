@@ -6,8 +6,11 @@ import triton.language as tl
 
 from anabranch.ops.early import early_launch, follow
 
-_FEW = 64  # tokens up to which a row is spread over several programs
-_BLOCK = 1024
+
+_COLUMNS = 512  # of a program
+_FEW_TOKENS = (
+    128  # up to here a program has four warps; above two, and addends leave the cache first: only y is read again
+)
 
 
 @triton.jit
@@ -42,28 +45,27 @@ def _expert_sum(
     TOP_K: tl.constexpr,
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    EVICT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     follow(EARLY)
     token, choice = tl.program_id(0).to(tl.int64), tl.arange(0, CHOICES)
     order, weight, local = _order_of(experts, weights, token, first, count, TOP_K, CHOICES)
-    dtype: tl.constexpr = y.dtype.element_ty
-    for block in range(BLOCKS):
-        column = (tl.program_id(1) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < width
-        total = tl.zeros((BLOCK,), tl.float32)
-        for n in tl.static_range(TOP_K):
-            mine = order == n
-            pair = token * TOP_K + tl.sum(tl.where(mine, choice, 0), 0)
-            wanted = tl.sum((mine & local).to(tl.int32), 0) > 0
-            part = tl.load(out + pair * width + column, mask=wanted & inside, other=0.0)
-            total += part.to(tl.float32) * tl.sum(tl.where(mine, weight, 0.0), 0)
-        value = total.to(dtype)
-        if SHARED:
-            added = tl.load(shared + token * shared_stride + column, mask=inside, other=0.0)
-            value = (value.to(tl.float32) + added.to(tl.float32)).to(dtype)
-        tl.store(y + token * y_stride + column, value, mask=inside)
+    choice = tl.where(local, choice, -1)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for n in tl.static_range(TOP_K):
+        mine = order == n
+        place, factor = tl.sum(tl.where(mine, choice, 0), 0), tl.sum(tl.where(mine, weight, 0.0), 0)
+        at = out + (token * TOP_K + place) * width + column
+        part = tl.load(at, mask=(place >= 0) & inside, other=0.0, eviction_policy=EVICT)
+        total += part.to(tl.float32) * factor
+    value = total.to(y.dtype.element_ty)
+    if SHARED:
+        added = tl.load(shared + token * shared_stride + column, mask=inside, other=0.0, eviction_policy=EVICT)
+        value = (value.to(tl.float32) + added.to(tl.float32)).to(value.dtype)
+    tl.store(y + token * y_stride + column, value, mask=inside)
 
 
 def expert_sum(
@@ -77,20 +79,16 @@ def expert_sum(
 ) -> None:
     """Writes y."""
     (tokens, top_k), width = experts.shape, out.shape[1]
-    few = tokens <= _FEW
-    block = 512 if few else _BLOCK
-    blocks = triton.cdiv(width, block)
-    grid = (tokens, blocks) if few else (tokens, 1)
-    added = y if shared is None else shared
-    _expert_sum[grid](
+    few, added = tokens <= _FEW_TOKENS, y if shared is None else shared
+    _expert_sum[(tokens, triton.cdiv(width, _COLUMNS))](
         *(out, weights.contiguous(), experts.contiguous(), y, added, first, count, width, y.stride(0)),
         added.stride(0),
         SHARED=shared is not None,
         TOP_K=top_k,
         CHOICES=triton.next_power_of_2(top_k),
-        BLOCK=block,
-        BLOCKS=1 if few else blocks,
-        num_warps=4,
+        BLOCK=_COLUMNS,
+        EVICT="" if few else "evict_first",
+        num_warps=4 if few else 2,
         enable_fp_fusion=False,  # a product and a sum, each rounded, as in the reference
         **early_launch(),
     )

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from anabranch.config.model import ActivationConfig
+from anabranch.ops.early import early_launch, follow
 from anabranch.ops.gate.triton import exp32, sigmoid32
 
 _BLOCK = 1024
@@ -54,7 +55,9 @@ def _glu(
     BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < inner
@@ -71,5 +74,5 @@ def glu(gate_up: torch.Tensor, activation: ActivationConfig) -> torch.Tensor:
         grid = (rows, triton.cdiv(inner, _BLOCK))
         # as in the expert kernels, so that equal inputs give equal bits
         options = {**activation_constants(activation), "num_warps": 4, "enable_fp_fusion": False}
-        _glu[grid](gate_up, y, inner, gate_up.stride(0), **options, BLOCK=_BLOCK)
+        _glu[grid](gate_up, y, inner, gate_up.stride(0), **options, BLOCK=_BLOCK, **early_launch())
     return y

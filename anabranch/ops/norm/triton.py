@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.ops.early import ahead, behind, early_launch
-from anabranch.ops.gate.triton import sigmoid32
+from anabranch.ops.conv.triton_walk import native_asm, quick_sigmoid
+from anabranch.ops.early import ahead, behind, early_launch, follow
 
 _HEADS = 16  # (token, head) rows of one program of the per-head norms
 
@@ -79,47 +79,36 @@ def add_rms_norm(
 
 
 @triton.jit
-def _load_heads(x, rows, heads, dim, t_stride, h_stride, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of (token, head) rows in fp32, with its token, head, column and mask."""
+def _places(rows, heads, dim, HEADS: tl.constexpr, BLOCK: tl.constexpr):
+    """Token, head, column and mask of a program's tile of (token, head) rows."""
     row = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
-    token, head = (row // heads)[:, None], (row % heads)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows)[:, None] & (column < dim)
-    value = tl.load(x + token * t_stride + head * h_stride + column, mask=inside, other=0.0)
-    return value, token, head, column, inside
+    return (row // heads)[:, None], (row % heads)[:, None], column, (row < rows)[:, None] & (column < dim)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _l2_norm(x, y, rows, heads, dim, t_stride, h_stride, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    value, token, head, column, inside = _load_heads(x, rows, heads, dim, t_stride, h_stride, HEADS, BLOCK)
-    value = value.to(tl.float32)
+    token, head, column, inside = _places(rows, heads, dim, HEADS, BLOCK)
+    value = tl.load(x + token * t_stride + head * h_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) + 1e-6)
     tl.store(y + (token * heads + head) * dim + column, value * scale[:, None], mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _gated_rms_norm(
-    x,
-    gate,
-    weight,
-    y,
-    rows,
-    heads,
-    dim,
-    t_stride,
-    h_stride,
-    gate_stride,
-    eps,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    value, token, head, column, inside = _load_heads(x, rows, heads, dim, t_stride, h_stride, HEADS, BLOCK)
+    x, gate, weight, y, rows, dim, t_stride, h_stride, gate_stride, eps,
+    H: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    follow(EARLY)
+    token, head, column, inside = _places(rows, H, dim, HEADS, BLOCK)
+    # nothing reads either again: the second-level cache is for y
+    value = tl.load(x + token * t_stride + head * h_stride + column, inside, other=0.0, eviction_policy="evict_first")
+    g = tl.load(gate + token * gate_stride + head * dim + column, inside, other=0.0, eviction_policy="evict_first")
+    w = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)
     value32 = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value32 * value32, 1) / dim + eps)
-    w = tl.load(weight + column, mask=column < dim, other=0.0).to(tl.float32)
-    g = tl.load(gate + token * gate_stride + head * dim + column, mask=inside, other=0.0).to(tl.float32)
-    gated = value32 * scale[:, None] * w * sigmoid32(g)
-    tl.store(y + (token * heads + head) * dim + column, gated.to(value.dtype), mask=inside)
+    gated = value32 * scale[:, None] * w * quick_sigmoid(g.to(tl.float32), ASM)
+    tl.store(y + (token * H + head) * dim + column, gated.to(value.dtype), mask=inside)
 
 
 def l2_norm(x: torch.Tensor) -> torch.Tensor:
@@ -140,7 +129,8 @@ def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, ep
     tokens, heads, dim = x.shape
     y = torch.empty((tokens, heads * dim), dtype=x.dtype, device=x.device)
     if x.numel():
-        sizes = (tokens * heads, heads, dim, x.stride(0), x.stride(1), gate.stride(0))
+        sizes = (tokens * heads, dim, x.stride(0), x.stride(1), gate.stride(0))
         grid, block = (triton.cdiv(tokens * heads, _HEADS),), triton.next_power_of_2(dim)
-        _gated_rms_norm[grid](x, gate, weight, y, *sizes, eps, HEADS=_HEADS, BLOCK=block, num_warps=4)
+        options = {"ASM": native_asm(), "num_warps": 4, **early_launch()}
+        _gated_rms_norm[grid](x, gate, weight, y, *sizes, eps, H=heads, HEADS=_HEADS, BLOCK=block, **options)
     return y

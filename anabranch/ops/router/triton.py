@@ -13,10 +13,8 @@ from anabranch.config.model import MoeConfig
 from anabranch.ops.early import early_launch, follow, prefetch_l2
 from anabranch.ops.gate.triton import exp32, sigmoid32
 from anabranch.ops.linear.triton import token_tile, weight_tile
+from anabranch.ops.router.plan import SEGMENT, SPLIT_TOKENS, logit_tile
 
-_EXPERTS = 64  # rows of one program: the least that wgmma takes
-_SEGMENT = 256
-_SPLIT_TOKENS = 128  # up to here every segment has its own program
 _SCORES = 1024  # scores that a program holds while it chooses; up to here one launch is faster than two
 _LEAST = 4  # tokens that a program chooses for: a row for each warp
 _CUT = 128  # experts that one warp compares at once while four choose together
@@ -35,6 +33,7 @@ def _store_logits(
     SPLIT: tl.constexpr,
     T: tl.constexpr,
     R: tl.constexpr,
+    K: tl.constexpr,
     SEGMENT: tl.constexpr,
     EVEN: tl.constexpr,
 ):
@@ -42,16 +41,26 @@ def _store_logits(
     part = tl.program_id(2)
     inside, known = token < tokens, tl.minimum(row, experts - 1)
     first, last = part * SEGMENT, tl.minimum((part + 1) * SEGMENT, width) if SPLIT else width
-    K: tl.constexpr = SEGMENT // 2
+    PRODUCTS: tl.constexpr = SEGMENT // K
     total = tl.zeros((R, T), tl.float32)
-    for start in range(first, last, SEGMENT):
-        # two products a segment: a lone one would be folded into `total` and change the order of addition
-        a = weight_tile(weight, known, start, width, w_stride, K, EVEN)
-        b = token_tile(x, token, inside, start, width, x_stride, K, EVEN)
-        segment = tl.dot(a, b, input_precision="ieee")
-        a = weight_tile(weight, known, start + K, width, w_stride, K, EVEN)
-        b = token_tile(x, token, inside, start + K, width, x_stride, K, EVEN)
-        total += tl.dot(a, b, segment, input_precision="ieee")
+    if PRODUCTS == 2:
+        for start in range(first, last, SEGMENT):
+            # two products a segment: a lone one would be folded into `total` and change the order of addition
+            a = weight_tile(weight, known, start, width, w_stride, K, EVEN)
+            b = token_tile(x, token, inside, start, width, x_stride, K, EVEN)
+            segment = tl.dot(a, b, input_precision="ieee")
+            a = weight_tile(weight, known, start + K, width, w_stride, K, EVEN)
+            b = token_tile(x, token, inside, start + K, width, x_stride, K, EVEN)
+            total += tl.dot(a, b, segment, input_precision="ieee")
+    else:
+        segment = tl.zeros((R, T), tl.float32)
+        for step in range(width // K):  # of an even width; loads run ahead across the ends of segments
+            a = weight_tile(weight, known, step * K, width, w_stride, K, EVEN)
+            b = token_tile(x, token, inside, step * K, width, x_stride, K, EVEN)
+            segment = tl.dot(a, b, segment, input_precision="ieee")
+            if step % PRODUCTS == PRODUCTS - 1:
+                total += segment
+                segment = tl.zeros((R, T), tl.float32)
     at = parts + (part.to(tl.int64) * tokens + token)[None, :] * experts + row[:, None]
     tl.store(at, total, mask=inside[None, :] & (row < experts)[:, None])
 
@@ -167,12 +176,13 @@ def _logits(
     SPLIT: tl.constexpr,
     T: tl.constexpr,
     R: tl.constexpr,
+    K: tl.constexpr,
     SEGMENT: tl.constexpr,
     EVEN: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     follow(EARLY)
-    _store_logits(x, weight, parts, tokens, experts, width, x_stride, w_stride, SPLIT, T, R, SEGMENT, EVEN)
+    _store_logits(x, weight, parts, tokens, experts, width, x_stride, w_stride, SPLIT, T, R, K, SEGMENT, EVEN)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -219,6 +229,7 @@ def _route(
     scaling,
     T: tl.constexpr,
     R: tl.constexpr,
+    K: tl.constexpr,
     SEGMENT: tl.constexpr,
     EVEN: tl.constexpr,
     PARTS: tl.constexpr,
@@ -236,7 +247,7 @@ def _route(
         at = weight + row.to(tl.int64) * w_stride + tl.program_id(2) * SEGMENT
         prefetch_l2(at, SEGMENT * weight.dtype.element_ty.primitive_bitwidth // 8)
     follow(EARLY)
-    _store_logits(x, weight, parts, tokens, experts, width, x_stride, w_stride, True, T, R, SEGMENT, EVEN)
+    _store_logits(x, weight, parts, tokens, experts, width, x_stride, w_stride, True, T, R, K, SEGMENT, EVEN)
     tl.debug_barrier()  # every thread's logits before this program's arrival
     if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(2) - 1:
         tl.store(arrived, 0)
@@ -269,20 +280,18 @@ def route(
     chosen = torch.empty((tokens, moe.top_k), dtype=torch.int64, device=x.device)
     if not tokens:
         return weights, chosen
-    split = tokens <= _SPLIT_TOKENS
-    count = triton.cdiv(width, _SEGMENT) if split else 1
+    split, tile = tokens <= SPLIT_TOKENS, logit_tile(tokens, experts, width, x.itemsize)
+    count = triton.cdiv(width, SEGMENT) if split else 1
     parts = torch.empty((count, tokens, experts), dtype=torch.float32, device=x.device)
-    tile = 16 if x.dtype == torch.float32 else min(64, max(16, triton.next_power_of_2(tokens)))
-    grid = (triton.cdiv(experts, _EXPERTS), triton.cdiv(tokens, tile), count)
+    grid = (triton.cdiv(experts, tile.R), triton.cdiv(tokens, tile.T), count)
     sizes, scaling = (tokens, experts, width, x.stride(0), weight.stride(0)), float(moe.scaling)
-    blocks = {"T": tile, "R": _EXPERTS, "SEGMENT": _SEGMENT, "EVEN": width % _SEGMENT == 0, **early_launch()}
+    blocks = {"T": tile.T, "R": tile.R, "K": tile.K, "SEGMENT": SEGMENT, "EVEN": width % SEGMENT == 0, **early_launch()}
     rows = max(_LEAST, tokens)
     if sync is not None and rows * triton.next_power_of_2(experts) <= _SCORES and grid[1] == 1:
         args, choice = (x, weight, bias, parts, sync, weights, chosen), _choice(moe, rows, experts)
         _route[grid](*args, *sizes, scaling, **blocks, **choice, PARTS=count, num_warps=4)
         return weights, chosen
-    stages = 2 if split or x.dtype == torch.float32 else 3
-    _logits[grid](x, weight, parts, *sizes, SPLIT=split, **blocks, num_warps=4, num_stages=stages)
+    _logits[grid](x, weight, parts, *sizes, SPLIT=split, **blocks, num_warps=tile.warps, num_stages=tile.stages)
     args, choice = (parts, bias, weights, chosen, tokens, experts, scaling), _choice(moe, 1, experts) | {"CUTS": 1}
     _choose[(tokens,)](*args, **choice, **early_launch(), PARTS=count, num_warps=1)
     return weights, chosen
