@@ -27,7 +27,7 @@ ROUTER = OpSpec(
 NORM_ROUTE = OpSpec(
     name="norm_route",
     inputs={
-        "x, update": "model dtype [T, W], T from 1 to FEW_TOKENS (layers ask up to NORMED_TOKENS); update None: x is the sum",
+        "x, update": "model dtype [T, W], T from 1 to FEW_TOKENS; update None: x is the sum",
         "gain, eps": "weight [W] in the model dtype and eps of the norm",
         "weight, bias, moe, sync": "as router",
     },
