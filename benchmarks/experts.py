@@ -1,11 +1,11 @@
 """The mixture-of-experts FFN at the Kimi-Linear shape, by CUDA-graph replay, router included.
 
-Arms: `chain` runs an operation at a time, `together` the common launches, `experts` those without the router, and from
-1024 tokens `matmul` two plain products of as many rows as there are pairs. Four layers' weights take turns, so that
-none stays in the second-level cache. The floor counts the experts that the drawn tokens really touch. `--kernels`
-prints where the time goes; `--sweep` also times other plans, `--plans` only those named, as a sweep prints them: `T16
-R32K128w4s8 R64K128w4s3`, tiles of gate-up and of down (`x` behind one: stacked), then what is not at its default. A
-result that differs from the chain's by a bit is refused.
+Arms: `chain` runs an operation at a time, `together` the common launches, `experts` those without the router, above 64
+tokens `triton` the same on Triton alone, and from 1024 `matmul` two plain products of as many rows as there are pairs.
+Four layers' weights take turns, so that none stays in the second-level cache. The floor counts the experts that the
+drawn tokens really touch. `--kernels` prints where the time goes; `--sweep` also times other plans, `--plans` only
+those named, as a sweep prints them: `T16 R32K128w4s8 R64K128w4s3`, tiles of gate-up and of down (`x` behind one:
+stacked), then what is not at its default. A result that differs from the chain's by a bit is refused.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from anabranch.config.model import ActivationConfig
 from anabranch.layers.experts import PlainExperts
 from anabranch.measure.timing import READ_BYTES_PER_S
 from anabranch.ops.experts import reference
-from anabranch.ops.experts.plan import Plan, Tile, choose_plan
+from anabranch.ops.experts.plan import RIDER_TOKENS, Plan, Tile, choose_plan
 from anabranch.ops.experts.spec import EXPERTS
 
 EXPERT_COUNT, INNER, WIDTH, TOP_K, LAYERS = 256, 1024, 2304, 8, 4
-TOKENS = (1, 8, 32, 64, 128, 2048, 8192)
+TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
 SHARED_LIMIT = 232_448
 # fields of a plan that its name says behind its tiles
 OPTIONS = ("few", "tail")
@@ -239,6 +239,9 @@ def early_starts(on: bool) -> None:
 
 def report(case: Case, options: argparse.Namespace, source: dict[str, Any]) -> None:
     calls = {"chain": (case.chain, True), "together": (case.together, True), "experts": (case.together, False)}
+    if case.tokens > RIDER_TOKENS:  # a plan that is asked for keeps Triton
+        plan = choose_plan(case.tokens, TOP_K, EXPERT_COUNT, torch.bfloat16)
+        calls["triton"] = (partial(case.together, plan=plan), False)
     if case.rows is not None:
         calls["matmul"] = (case.matmul, False)
     arms = [(name, case.measure(call, router)) for name, (call, router) in calls.items()]

@@ -1,9 +1,10 @@
-"""Routed MXFP4 experts at the shapes of Kimi-K3's ranks and of Kimi-Linear, by CUDA-graph replay: which tiles are best.
+"""Routed MXFP4 experts at the shapes of Kimi-K3's ranks and of Kimi-Linear, by CUDA-graph replay.
 
 A time is that of arranging x, sorting the pairs, both products and the weighted sum of one layer. Two layers' weights
 take turns and each is more than the second-level cache holds. The floor counts the experts that the drawn tokens touch.
-The plan of the tables comes first; the others change one launch of it, so what they gain or lose is that launch's.
-A plan with other bits than the first is refused, and nothing is timed before the reference agrees.
+Arm `triton` runs the plan of the tables and, in a sweep, plans that change one launch of it, so what they gain or lose
+is that launch's; arm `cuda` runs the kernels for few pairs with tiles of T8 or T16 pairs, the rule's first.
+What has other bits than the first plan is refused, and nothing is timed before the reference agrees.
 """
 
 import argparse
@@ -20,10 +21,12 @@ from experts import named_plan, plan_name
 
 from anabranch.config.model import ActivationConfig
 from anabranch.layers.experts import Mxfp4Experts
+from anabranch.ops.expert_sum.triton import expert_sum
 from anabranch.ops.experts import reference
 from anabranch.ops.experts.plan import Plan, Tile, choose_plan
 from anabranch.ops.experts.spec import EXPERTS
 from anabranch.ops.experts.triton import routed_experts
+from anabranch.ops.mxfp4 import cuda
 
 LAYERS = 2
 RESULTS = ROOT / "benchmarks/results/experts_mxfp4.jsonl"
@@ -45,9 +48,12 @@ class Shape:
 
 CASES = {
     "k3-tp8": Shape(tokens=32, count=896, total=896, inner=384, width=3584, top_k=16, activation=SITU),
+    "k3-tp8-8": Shape(tokens=8, count=896, total=896, inner=384, width=3584, top_k=16, activation=SITU),
     "k3-dep16": Shape(tokens=512, count=56, total=896, inner=3072, width=3584, top_k=16, activation=SITU),
     "kl-tp1": Shape(tokens=128, count=256, total=256, inner=1024, width=2304, top_k=8, activation=SILU),
+    "kl-tp1-32": Shape(tokens=32, count=256, total=256, inner=1024, width=2304, top_k=8, activation=SILU),
 }
+Arm = Plan | int  # of Triton, or pairs of a tile of the CUDA kernels
 
 
 class Layer:
@@ -78,12 +84,18 @@ class Case:
         self.chosen = scores.topk(shape.top_k, -1).indices
         self.weights = torch.full((shape.tokens, shape.top_k), 1 / shape.top_k, device=device)
 
-    def run(self, plan: Plan | None, i: int = 0) -> torch.Tensor:
-        return routed_experts(self.x, self.weights, self.chosen[i], self.layers[i], self.shape.activation, plan)
+    def run(self, arm: Arm, i: int = 0) -> torch.Tensor:
+        x, chosen, layer, activation = self.x, self.chosen[i], self.layers[i], self.shape.activation
+        if isinstance(arm, Plan):
+            return routed_experts(x, self.weights, chosen, layer, activation, arm)
+        y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        out = cuda.expert_products(x, chosen, layer, activation, arm)
+        expert_sum(out, self.weights, chosen, layer.first, layer.count, y)
+        return y
 
-    def check(self) -> torch.Tensor:
-        """What the tables' plan makes of the first layer, which the reference must confirm on some tokens."""
-        n, got = min(self.shape.tokens, 8), self.run(None)
+    def check(self, plan: Plan) -> torch.Tensor:
+        """What this plan makes of the first layer, which the reference must confirm on some tokens."""
+        n, got = min(self.shape.tokens, 8), self.run(plan)
         some = self.x[:n], self.weights[:n], self.chosen[0, :n]
         want = reference.routed_experts(*some, self.layers[0], self.shape.activation)
         EXPERTS.equality.check(got[:n].bfloat16(), want.bfloat16())
@@ -94,11 +106,11 @@ class Case:
         touched = sum(chosen[chosen < s.count].unique().numel() for chosen in self.chosen) / LAYERS
         return touched * 3 * s.inner * s.width * (1 / 2 + 1 / 32) + s.tokens * s.width * (2 + 4)
 
-    def measure(self, plan: Plan | None, rounds: int = 4) -> dict[str, Any]:
+    def measure(self, arm: Arm, rounds: int = 4) -> dict[str, Any]:
         def run() -> None:
             for _ in range(rounds):
                 for i in range(LAYERS):
-                    self.run(plan, i)
+                    self.run(arm, i)
 
         s = self.shape
         flops = 6 * s.tokens * s.top_k * s.count / s.total * s.inner * s.width
@@ -135,20 +147,20 @@ def compile_all(jobs: list[tuple[Shape, Plan]]) -> None:
             done.result()
 
 
-def report(name: str, plans: list[Plan], source: dict[str, Any]) -> None:
+def report(name: str, plans: list[Plan], tiles: list[int], source: dict[str, Any]) -> None:
     case = Case(CASES[name])
-    want = case.check()
+    want = case.check(plans[0])
     shape = {field: getattr(case.shape, field) for field in ("tokens", "count", "total", "inner", "width", "top_k")}
-    for plan in plans:
-        arm = plan_name(plan)
-        if not torch.equal(case.run(plan), want):
-            print(f"refused: {arm} changes bits at {name}")
+    for run in (*plans, *tiles):
+        arm, plan = ("triton", plan_name(run)) if isinstance(run, Plan) else ("cuda", f"T{run}")
+        if not torch.equal(case.run(run), want):
+            print(f"refused: {arm} {plan} changes bits at {name}")
             continue
-        times = case.measure(plan)
+        times = case.measure(run)
         row = {"bench": "experts_mxfp4", "case": {"name": name, **shape, "layers_rotated": LAYERS}, "arm": arm}
-        append_row(RESULTS, row | times | source)
+        append_row(RESULTS, row | {"plan": plan} | times | source)
         us, floor = times["us_median"], times["floor_us"]
-        print(f"{name:>9} {us:9.1f} {floor:9.1f} {us / floor:6.2f} {times['gbs']:7.0f}  {arm}", flush=True)
+        print(f"{name:>9} {us:9.1f} {floor:9.1f} {us / floor:6.2f} {times['gbs']:7.0f}  {arm} {plan}", flush=True)
 
 
 def main() -> None:
@@ -164,9 +176,10 @@ def main() -> None:
         plans[name] = list(dict.fromkeys([*found[: None if options.sweep else 1], *options.plans]))
     compile_all([(CASES[name], plan) for name in options.cases for plan in plans[name]])
     source = provenance()
-    print(f"{'case':>9} {'us':>9} {'floor':>9} {'ratio':>6} {'GB/s':>7}  plan")
+    print(f"{'case':>9} {'us':>9} {'floor':>9} {'ratio':>6} {'GB/s':>7}  arm and plan")
     for name in options.cases:
-        report(name, plans[name], source)
+        few = CASES[name].tokens * CASES[name].top_k / CASES[name].total <= cuda.FEW
+        report(name, plans[name], [8, 16] if few else [16, 8], source)
 
 
 if __name__ == "__main__":

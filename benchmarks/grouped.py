@@ -1,6 +1,6 @@
 """Routed experts of prompts at the Kimi-Linear shape: the CUDA kernels against the Triton ones, by CUDA-graph replay.
 
-Arms: `grouped` and `triton` are both products with the sort in front, `gather`, `gate_up` and `down` the CUDA kernels
+Arms: `grouped` and `triton` are both products with the sort in front, `spread`, `gate_up` and `down` the CUDA kernels
 alone, `matmul gate_up` and `matmul down` one plain product each of as many rows as there are pairs, `sort` and `align`
 the sort of each. Two layers' weights take turns, so that none stays in the second-level cache. The floor counts the
 experts that the drawn tokens touch. With `--skew` experts are popular to different degrees, and their loads are spread
@@ -57,6 +57,7 @@ class Case:
         self.x = torch.randn(self.tokens, WIDTH, dtype=torch.bfloat16, device="cuda")
         self.chosen = [self._choice() for _ in self.layers]
         self.plan = choose_plan(self.tokens, TOP_K, EXPERT_COUNT, torch.bfloat16)
+        self.tile = grouped.TILES[self.pairs > grouped.FEW * EXPERT_COUNT]
         self.programs = torch.cuda.get_device_properties(0).multi_processor_count
 
     def _choice(self) -> torch.Tensor:
@@ -72,15 +73,20 @@ class Case:
     def pairs(self) -> int:
         return self.tokens * TOP_K
 
-    def sort(self, i: int) -> Tiles:
-        return grouped.sort(self.chosen[i], 0, EXPERT_COUNT)
+    def sort(self, i: int) -> grouped.Sorted:
+        return grouped.sort(self.chosen[i], 0, EXPERT_COUNT, self.tile)
 
     def align(self, i: int) -> Tiles:
-        return align(self.chosen[i], 0, EXPERT_COUNT, grouped.TILE, grouped.TAIL)
+        return align(self.chosen[i], 0, EXPERT_COUNT, self.tile, grouped.TAIL)
 
     @cached_property
-    def tiles(self) -> list[Tiles]:
+    def sorted(self) -> list[grouped.Sorted]:
         return [self.sort(i) for i in range(LAYERS)]
+
+    @cached_property
+    def order(self) -> list[torch.Tensor]:
+        """Of each layer, the pair at every place: what `spread` leaves for `down`."""
+        return [made.places.argsort().int() for made in self.sorted]
 
     @cached_property
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,18 +100,18 @@ class Case:
     def triton(self, i: int) -> torch.Tensor:
         return expert_products(self.x, self.chosen[i], self.layers[i], SILU, self.plan)
 
-    def gather(self, i: int) -> None:
-        tiles = self.tiles[i]
-        native.load("experts").grouped_gather(self.x, tiles.pairs, tiles.table, self.rows[0], TOP_K)
+    def spread(self, i: int) -> None:
+        native.load("experts").grouped_spread(self.x, self.sorted[i].places, self.order[i], self.rows[0])
 
     def gate_up(self, i: int) -> None:
-        tiles, (rows, h) = self.tiles[i], self.rows
+        made, (rows, h) = self.sorted[i], self.rows
         run = native.load("experts").grouped_gate_up
-        run(rows, self.layers[i].w13, tiles.table, h, False, 1.0, 0.0, self.programs)
+        run(rows, self.layers[i].w13, made.table, h, False, 1.0, 0.0, made.most, self.programs)
 
     def down(self, i: int) -> None:
-        tiles, (out, h) = self.tiles[i], self.rows
-        native.load("experts").grouped_down(h, self.layers[i].w2, tiles.pairs, tiles.table, out, self.programs)
+        made, (out, h) = self.sorted[i], self.rows
+        run = native.load("experts").grouped_down
+        run(h, self.layers[i].w2, self.order[i], made.table, out, made.most, self.programs)
 
     def matmul(self, i: int, down: bool) -> torch.Tensor:
         wide, h = self.rows
@@ -151,7 +157,7 @@ def report(case: Case, equality: str, source: dict[str, Any]) -> None:
     arms: dict[str, tuple[Callable[[int], Any], float, float]] = {
         "grouped": (case.ours, *both),
         "triton": (case.triton, *both),
-        "gather": (case.gather, 2.0 * (case.tokens + case.pairs) * WIDTH, 0.0),
+        "spread": (case.spread, 2.0 * (case.tokens + case.pairs) * WIDTH, 0.0),
         "gate_up": (case.gate_up, *wide),
         "down": (case.down, *narrow),
         "matmul gate_up": (partial(case.matmul, down=False), *wide),

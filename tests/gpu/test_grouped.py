@@ -20,7 +20,7 @@ if not grouped.available(0):
 
 # no plan changes a bit, so one of them stands for all
 PLAN = Plan(wide=Tile(T=64, R=64, K=64), narrow=Tile(T=64, R=128, K=64))
-RUNS = [0, 1, 63, 64, 65, 300, 0, 31, 32, 33, 127, 255, 256, 257, 287, 288, 289, 544, 545, 2]
+RUNS = [0, 1, 63, 64, 65, 300, 0, 31, 32, 33, 127, 128, 129, 160, 161, 255, 256, 257, 271, 272, 273, 512, 513, 545, 2]
 
 
 @pytest.fixture(autouse=True)
@@ -32,31 +32,38 @@ def triton(x, chosen, bank, activation) -> torch.Tensor:
     return kernels.expert_products(x, chosen, bank, activation, PLAN)
 
 
-def agree(x, chosen, bank, activation) -> None:
+def agree(x, chosen, bank, activation, tile: int | None = None) -> None:
     """Every row of a local pair has the bits of the Triton kernel, no other row is written."""
-    got, want = grouped.expert_products(x, chosen, bank, activation), triton(x, chosen, bank, activation)
+    want = triton(x, chosen, bank, activation)
+    if tile is None:
+        got = grouped.expert_products(x, chosen, bank, activation)
+    else:
+        made = grouped.sort(chosen, bank.first, bank.count, tile)
+        got = grouped.products(x, made, bank, activation, programs=132)
     local = ((chosen >= bank.first) & (chosen < bank.first + bank.count)).flatten()
     assert want[local].isfinite().all()
     assert got[~local].isnan().all()
     BITWISE.check(got[local], want[local])
 
 
+@pytest.mark.parametrize("tile", grouped.TILES)
 @pytest.mark.parametrize(("inner", "width", "activation"), [(1024, 2304, SILU), (72, 136, SITU), (184, 344, SILU)])
-def test_runs_of_any_length(inner, width, activation):
+def test_runs_of_any_length(inner, width, activation, tile):
     """Blocks of weight rows that are full, that are not, and three of them."""
     chosen = torch.cat([torch.full((n,), e, device="cuda") for e, n in enumerate(RUNS)])
     chosen = chosen[torch.randperm(len(chosen), device="cuda")][:, None]
     bank = plain_bank(len(RUNS), inner, width, torch.bfloat16, device="cuda", spread=0.05)
     x = torch.randn(len(chosen), width + 24, device="cuda").bfloat16()[:, 8 : 8 + width]
-    agree(x, chosen, bank, activation)
+    agree(x, chosen, bank, activation, tile)
 
 
+@pytest.mark.parametrize("tile", grouped.TILES)
 @pytest.mark.parametrize("programs", [1, 2, 7, 64])
-def test_fewer_programs_than_multiprocessors(programs):
+def test_fewer_programs_than_multiprocessors(programs, tile):
     """The same bits."""
     bank = plain_bank(12, 96, 520, torch.bfloat16, device="cuda", spread=0.05)
     x, (_, chosen) = torch.randn(900, 520, device="cuda").bfloat16(), random_routing(900, 12, 4, "cuda")
-    got = grouped.products(x, grouped.sort(chosen, 0, 12), 4, bank, SILU, programs)
+    got = grouped.products(x, grouped.sort(chosen, 0, 12, tile), bank, SILU, programs)
     BITWISE.check(got, triton(x, chosen, bank, SILU))
 
 

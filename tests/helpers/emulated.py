@@ -14,8 +14,8 @@ EMULATOR = Path(__file__).parent / "emulator"
 
 
 @cache
-def module(folder: str) -> Any:
-    """The emulated module of an operation, built once for each state of its sources."""
+def module(folder: str, unit: str = "") -> Any:
+    """The emulated module of an operation, or of one of its units, built once for each state of its sources."""
     import tvm_ffi
     from tvm_ffi import libinfo
 
@@ -23,7 +23,7 @@ def module(folder: str) -> Any:
     digest = sha256()
     for path in sorted([*EMULATOR.iterdir(), *native._sources(folder)]):
         digest.update(path.read_bytes())
-    target = Path(tempfile.gettempdir()) / "anabranch-emulator" / f"{folder}-{digest.hexdigest()[:16]}.so"
+    target = Path(tempfile.gettempdir()) / "anabranch-emulator" / f"{unit or folder}-{digest.hexdigest()[:16]}.so"
     if not target.exists():
         target.parent.mkdir(exist_ok=True)
         places = [EMULATOR, csrc, libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
@@ -31,7 +31,7 @@ def module(folder: str) -> Any:
             out = Path(place) / target.name
             command = ["g++", "-O1", "-std=c++20", "-shared", "-fPIC", *(f"-I{p}" for p in places)]
             link = ["-L", str(Path(libinfo.find_libtvm_ffi()).parent), "-ltvm_ffi"]
-            subprocess.run([*command, "-o", str(out), str(EMULATOR / f"{folder}.cpp"), *link], check=True)
+            subprocess.run([*command, "-o", str(out), str(EMULATOR / f"{unit or folder}.cpp"), *link], check=True)
             out.replace(target)
     return tvm_ffi.load_module(str(target))
 

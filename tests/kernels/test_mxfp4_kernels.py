@@ -9,6 +9,7 @@ import triton.language as tl
 from helpers.banks import mxfp4_bank, plain_bank, random_routing
 from helpers.moe import SITU
 from helpers.mxfp4 import arrangement, tiles_are_exact
+from helpers.on_device import OnDevice
 
 from anabranch.ops.experts import grouped, reference
 from anabranch.ops.experts import triton as kernels
@@ -95,30 +96,13 @@ def test_tiles_are_chosen_by_the_pairs_of_a_local_expert(monkeypatch):
     assert reference.mean_pairs(512, 16, bank) == pytest.approx(9.14, abs=0.01)
     assert choose_plan(512, 16, 896, torch.bfloat16, True).T == 16
     assert choose_plan(512, 16, 56, torch.bfloat16, True).T == 64, "what counting other ranks' pairs took"
-    assert choose_plan(512, 16, 56, torch.bfloat16, True).T == 64
-
-
-class OnDevice:
-    """As much of a tensor as the choice of a kernel looks at."""
-
-    is_cuda = True
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def get_device(self) -> int:
-        return 0
 
 
 def test_grouped_products_count_no_pairs_of_other_ranks(monkeypatch):
-    monkeypatch.setattr(grouped, "fits", lambda x, bank: True)
     monkeypatch.setattr(grouped, "available", lambda device: True)
     whole, part = (plain_bank(n, 8, 8, torch.bfloat16) for n in (256, 16))
-    part.total = 256
+    part.total, most = 256, grouped.LEAST * 256 // 8
     for bank in (whole, part):
-        assert not grouped.worth(OnDevice(3072), 8, bank)  # 96 pairs an expert
-        assert grouped.worth(OnDevice(3073), 8, bank)
+        assert not grouped.worth(OnDevice(most, 8), 8, bank)
+        assert grouped.worth(OnDevice(most + 1, 8), 8, bank)
     assert replace(part, total=0).total == 16

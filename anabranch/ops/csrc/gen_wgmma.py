@@ -67,6 +67,6 @@ __device__ __forceinline__ void wgmma(float (&d)[{r}], const uint32_t* a, uint64
 
 
 SHARED.write_text(both_shared((8, 16, 24, 32, 64, 128)))
-GROUPED.write_text(both_shared(range(32, 257, 32)))
+GROUPED.write_text(both_shared(range(16, 257, 16)))
 ROWS.write_text(left_in_registers((64, 128)))
 CODED.write_text(left_in_registers((8, 16, 32, 64, 128)))

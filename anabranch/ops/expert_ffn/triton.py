@@ -1,6 +1,7 @@
 """The experts of one FFN in three launches: gate and up with the activation, down, sum. See spec.py for shapes.
 
-Up to a handful of tokens the shared expert rides in the first two; above, it runs on the model's own product.
+Up to a handful of tokens the shared expert rides in the first two; above, and beside CUDA kernels, it runs on the
+model's own product.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from anabranch.ops.experts.plan import RIDER_TOKENS, Plan
 from anabranch.ops.experts.reference import ExpertBank
 from anabranch.ops.experts.triton import Rider, expert_products
 from anabranch.ops.glu.triton import glu
+from anabranch.ops.mxfp4 import cuda as mxfp4
 
 
 def expert_ffn(
@@ -26,7 +28,11 @@ def expert_ffn(
     latent: torch.Tensor | None = None,
     plan: Plan | None = None,
 ) -> torch.Tensor:
-    """routed + shared, or routed | shared."""
+    """routed + shared, or routed | shared.
+
+    The shared expert has the bits of `linear` where it has launches of its own. They are those of riding where `linear`
+    sums K in the segments of `ops/linear`: `linear/skinny` up to 64 tokens, if rows lie on 16 bytes and 256 divides K.
+    """
     z = x if latent is None else latent
     width = 0 if latent is None else z.shape[1]
     y = torch.empty((len(x), width + x.shape[1]), dtype=x.dtype, device=x.device)
@@ -35,7 +41,7 @@ def expert_ffn(
     # where the experts are latent the shared expert has columns of its own, else it is added by the sum
     own = y[:, width:] if width else torch.empty_like(y)
     rider = None
-    if shared is not None and len(x) <= RIDER_TOKENS:
+    if shared is not None and len(x) <= RIDER_TOKENS and (plan or not mxfp4.worth(z, experts.shape[1], bank)):
         rider = Rider(x=x, gate_up=shared[0], down=shared[1], out=own)
     out = expert_products(z, experts.contiguous(), bank, activation, plan, rider)
     if shared is None and width:

@@ -16,7 +16,7 @@ import triton.language as tl
 from anabranch.config.model import ActivationConfig
 from anabranch.ops.early import early_launch, follow
 from anabranch.ops.expert_sum.triton import expert_sum
-from anabranch.ops.experts import grouped
+from anabranch.ops.experts import grouped, stream
 from anabranch.ops.experts.plan import SORTED, Plan, Tile, choose_plan
 from anabranch.ops.experts.reference import ExpertBank, stacks
 from anabranch.ops.experts.tiles import align
@@ -24,6 +24,7 @@ from anabranch.ops.experts.triton_products import matrix, members, shared_pair, 
 from anabranch.ops.experts.triton_tiles import down_sorted, down_tile, gate_up_sorted, gate_up_tile, store_hidden
 from anabranch.ops.glu.triton import activation_constants
 from anabranch.ops.linear.triton import segments
+from anabranch.ops.mxfp4 import cuda as mxfp4
 from anabranch.ops.mxfp4.triton import ARRANGED, BLOCK, PLAIN, arrange, tile_form
 
 _SHARED_K = 64  # columns a step of the shared expert: divides its segments
@@ -218,8 +219,9 @@ def expert_products(
 ) -> torch.Tensor:
     """down_e(glu(gate_up_e x)) of every local (token, choice) pair: [T * k, W]; other ranks' rows stay as they are."""
     (tokens, width), top_k = x.shape, experts.shape[1]
-    if plan is None and rider is None and grouped.worth(x, top_k, bank):
-        return grouped.expert_products(x, experts, bank, activation)
+    for kernels in () if plan or rider else (grouped, stream, mxfp4):
+        if kernels.worth(x, top_k, bank):
+            return kernels.expert_products(x, experts, bank, activation)
     (w13, w13_scale), (w2, w2_scale), fp4 = stacks(bank)
     inner, pairs = w13.shape[1] // 2, tokens * top_k
     plan = plan or choose_plan(tokens, top_k, bank.total, x.dtype, fp4)
@@ -230,15 +232,13 @@ def expert_products(
     outer, hidden = (tile_form(columns, x.dtype) if fp4 else PLAIN for columns in (width, inner))
     if max(outer, hidden) >= ARRANGED and {plan.wide.K, plan.narrow.K} != {BLOCK}:
         raise ValueError(f"experts: MXFP4 tiles take {BLOCK} columns a step, got {plan.wide.K} and {plan.narrow.K}")
-    if outer >= ARRANGED:
-        x = arrange(x)
+    x = arrange(x) if outer >= ARRANGED else x
     h = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     out = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     sizes = (tokens, slots, bank.first, bank.count, inner, width)
     flags = {"MODE": mode, "TOP_K": top_k, "CHOICES": triton.next_power_of_2(top_k), **early_launch()}
     flags["TAIL"] = plan.tail if mode == SORTED else 0
-    wide, narrow = plan.wide, plan.narrow
-    a, b = _riding(rider, plan, tokens, h)
+    wide, narrow, (a, b) = plan.wide, plan.narrow, _riding(rider, plan, tokens, h)
     _gate_up[(a.programs + triton.cdiv(inner, wide.R) * slots,)](
         *(x, w13, w13_scale, experts, order, table, h, *a.tensors, *sizes, x.stride(0), *a.sizes),
         **(flags | activation_constants(activation) | _launch(wide, width) | a.flags),

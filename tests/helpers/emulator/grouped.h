@@ -1,5 +1,5 @@
 // What the grouped products use beyond hopper.h: boxes of five dimensions, products of two shared operands, barriers
-// of a warpgroup.
+// of a warpgroup, sums that threads share.
 #pragma once
 #include "hopper.h"
 
@@ -60,7 +60,8 @@ inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.f / a; }
 
-// --- clusters ---
+// --- lanes and clusters ---
+inline int shuffle_xor(int x, int mask) { return shuffle(x, E.current % 32 ^ mask); }
 inline int atomicAdd(int* at, int x) { return *at += x, *at - x; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }

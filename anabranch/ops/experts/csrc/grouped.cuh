@@ -1,13 +1,15 @@
 // The two products of routed experts for prompts: gate-up with the activation, and down.
 //
-// Pairs (token, choice) are sorted by expert and cut into tiles of at most 256 + 32 (ops/experts/tiles.py). A program
-// stays on its multiprocessor and walks through pieces: 128 weight rows of one tile's expert against all its pairs. As
-// in the Triton kernels weight rows are the 64-row side of wgmma and pairs the other, K is summed in ascending order in
-// one accumulator, and eight rows of gate take turns with eight of up, so that a thread holds both sides of a GLU.
+// Pairs (token, choice) are sorted by expert and cut into tiles of at most MOST (grouped_sort.cuh). A program stays on
+// its multiprocessor and walks through pieces: 128 weight rows of one tile's expert against all its pairs. As in the
+// Triton kernels weight rows are the 64-row side of wgmma and pairs the other, K is summed in ascending order in one
+// accumulator, and eight rows of gate take turns with eight of up, so that eight products of each lie side by side.
 //
-// A ring of stages of 64 columns, filled by TMA: rows of h are sorted as they are made, rows of x by a launch of its own,
-// for gathered row by row they come slower than the tensor cores take them. Two warpgroups multiply, 64 weight rows
-// each. A tile of n pairs costs the tensor cores n rounded up to 32.
+// A ring of stages of 64 columns, filled by TMA: rows of h are sorted as they are made, rows of x by a launch of its
+// own, for gathered row by row they come slower than the tensor cores take them. Two warpgroups multiply, 64 weight
+// rows each. They leave a piece's sums in shared memory as bf16 and go on, and three warps apply the activation and
+// write rows of `out` meanwhile; in `down` of the larger tiles each writes its own rows instead (has_storers), one two
+// stages ahead of the other. A tile of n pairs costs the tensor cores n rounded up to 16.
 #pragma once
 #ifdef ANABRANCH_EMULATE
 #include "grouped.h"
@@ -18,39 +20,21 @@ DEV float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 DEV float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
 #endif
 #include "grouped_act.cuh"
+#include "grouped_params.cuh"
 
-constexpr int ROWS = 128, MOST = 256 + 32, BLOCK = 64, STAGES = 4;  // weight rows, pairs, columns a stage
-constexpr int CONSUMERS = 256, PRODUCERS = 128, BOX = 8192;  // threads; bytes a warpgroup stores from at once
-constexpr int LEAD = 2;  // stages by which the first warpgroup begins earlier
-static_assert(LEAD < STAGES, "the first warpgroup needs its lead before the second gives a stage back");
-
-struct Box {  // of a tensor, innermost dimension first
-  int64_t size[5], pitch[4];  // pitches of dimensions 1 to 4, in elements
-  int box[5];
-};
-
-struct GroupedParams {
-  Map weights, rows;         // rows: of sorted x, or of h
-  const int *order, *table;  // [P] and [3, slots]: expert, first and stop of each tile
-  uint16_t* out;             // h [P, N] in sorted order, or [P, N] in the order of pairs
-  int slots, blocks, columns, width;  // blocks: pieces of a tile; columns: K; width: N
-  Activation activation;
-};
-
-struct GroupedSmem {
-  struct Stage {
-    char w[ROWS * 128], x[MOST * 128];
-  };
-  Stage stages[STAGES];
-  char box[2][BOX];
-  uint64_t full[STAGES], empty[STAGES];
-};
-static_assert(sizeof(GroupedSmem) <= 232448 && sizeof(GroupedSmem::Stage) % 1024 == 0);
-
-template <bool GATE_UP>
+template <bool GATE_UP, int MOST>
 struct Grouped {
-  static constexpr int OUT = GATE_UP ? 32 : 64;  // columns of `out` that a warpgroup makes
-  static constexpr int PIECES = OUT / 8, CHUNK = BOX / (OUT * 2), PASS = 128 / PIECES;  // pairs stored at once, a pass
+  using Smem = GroupedSmem<GATE_UP, MOST>;
+  static constexpr int STAGES = Smem::STAGES, LEFT = Smem::LEFT;
+  static constexpr bool HAS_STORERS = Smem::HAS_STORERS, WIDE = MOST > SMALL_MOST;  // WIDE: takes wide boxes
+  static_assert(sizeof(Smem) <= 232448 && sizeof(typename Smem::Stage) % 1024 == 0 && MOST % UNIT == 0);
+  static_assert(HAS_STORERS || !GATE_UP, "the activation is the storers'");
+  static constexpr int PITCH = HAS_STORERS ? ROWS * 2 : ROWS;          // bytes of a pair in `sums`
+  static constexpr int PIECES = PITCH / (GATE_UP ? 32 : 16);           // of 16 bytes that they make of a row of `out`
+  static constexpr int PASS = (HAS_STORERS ? STORERS : 128) / PIECES;  // rows stored at once
+  static constexpr int MANY = !HAS_STORERS ? MOST / PASS : GATE_UP ? 2 : 8;  // places that a thread asks for at once
+  static constexpr int LEAD = 2;  // stages by which the first warpgroup begins earlier where there are no storers
+  static_assert(LEAD < STAGES, "the first warpgroup needs its lead before the second gives a stage back");
   // a CTA of 384 threads starts with 168 registers each; what consumers take the others must have given
   static constexpr int CONSUMER_REGISTERS = 216, PRODUCER_REGISTERS = 72;
   static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168);
@@ -67,19 +51,22 @@ struct Grouped {
   };
 
   const GroupedParams& p;
-  GroupedSmem& s;
+  Smem& s;
   int tid, lane, warp, steps;
 
-  DEV Grouped(const GroupedParams& p, GroupedSmem& s) : p(p), s(s) {
+  DEV Grouped(const GroupedParams& p, Smem& s) : p(p), s(s) {
     tid = threadIdx.x, lane = tid % 32, warp = tid / 32, steps = (p.columns + BLOCK - 1) / BLOCK;
   }
 
   DEV uint32_t full(int stage) const { return shared_address(&s.full[stage]); }
   DEV uint32_t empty(int stage) const { return shared_address(&s.empty[stage]); }
+  DEV uint32_t made() const { return shared_address(&s.made); }
+  DEV uint32_t stored() const { return shared_address(&s.stored); }
 
   DEV void set_up() {
     if (tid == 0) {
       for (int i = 0; i < STAGES; i++) barrier_init(full(i), 1), barrier_init(empty(i), CONSUMERS / 32);
+      barrier_init(made(), CONSUMERS / 32), barrier_init(stored(), STORERS / 32);
       barrier_init_done();
     }
     __syncthreads();
@@ -100,28 +87,32 @@ struct Grouped {
     else load_box(to, p.weights, step * BLOCK, t.block * ROWS, t.expert, 0, 0, full(stage), kEvictFirst);
   }
 
-  // --- the producer ----------------------------------------------------------------------------------------------------
+  // --- the producer --------------------------------------------------------------------------------------------------
 
-  // One thread asks for everything; the others of its warpgroup lend their registers.
+  // One thread asks for everything. Places are counted in whole boxes: the compiler keeps such sums in uniform
+  // registers, from which TMA takes them. With a minimum among them it moves all operands of every box there.
   DEV void load() {
     Place at{0, 1};
     Tile t = tile(blockIdx.x);
     for (int i = blockIdx.x + gridDim.x; t.expert >= 0; i += gridDim.x) {
       const Tile next = tile(i);
-      const int boxes = (t.held + 31) / 32;
+      const int boxes = (t.held + BOX - 1) / BOX, wide = WIDE ? t.held / WIDE_BOX : 0;
       for (int step = 0; step < steps; step++, at.next()) {
         barrier_wait(empty(at.stage), at.phase);
-        barrier_expect(full(at.stage), ROWS * 128 + boxes * 32 * 128);
+        barrier_expect(full(at.stage), ROWS * 128 + boxes * BOX * 128);
         load_weights(t, step, at.stage);
-        for (int b = 0; b < boxes; b++)
-          load_box(shared_address(s.stages[at.stage].x) + b * 32 * 128, p.rows, step * BLOCK, t.first + b * 32, 0, 0, 0,
-                   full(at.stage), kEvictNormal);
+        const uint32_t to = shared_address(s.stages[at.stage].x);
+        for (int b = 0; b < wide; b++)
+          load_box(to + b * WIDE_BOX * 128, p.wide, step * BLOCK, t.first + b * WIDE_BOX, 0, 0, 0, full(at.stage),
+                   kEvictNormal);
+        for (int b = wide * (WIDE_BOX / BOX); b < boxes; b++)
+          load_box(to + b * BOX * 128, p.rows, step * BLOCK, t.first + b * BOX, 0, 0, 0, full(at.stage), kEvictNormal);
       }
       t = next;
     }
   }
 
-  // --- consumers ----------------------------------------------------------------------------------------------------
+  // --- consumers -----------------------------------------------------------------------------------------------------
 
   DEV void release(int stage) const {
     if (lane == 0) barrier_arrive(empty(stage));
@@ -159,63 +150,45 @@ struct Grouped {
     release(before);
   }
 
-  DEV void multiply_tile(float (&acc)[MOST / 2], const Tile& t, int group, Place& at) const {
-    switch ((t.held + 31) / 32) {
-      case 1: return multiply<32>(acc, group, at);
-      case 2: return multiply<64>(acc, group, at);
-      case 3: return multiply<96>(acc, group, at);
-      case 4: return multiply<128>(acc, group, at);
-      case 5: return multiply<160>(acc, group, at);
-      case 6: return multiply<192>(acc, group, at);
-      case 7: return multiply<224>(acc, group, at);
-      case 8: return multiply<256>(acc, group, at);
-      default: return multiply<288>(acc, group, at);
+  // For a tile of `units` times UNIT pairs
+  template <int LOW = 1, int HIGH = MOST / UNIT>
+  DEV void multiply_tile(float (&acc)[MOST / 2], int units, int group, Place& at) const {
+    constexpr int MIDDLE = (LOW + HIGH) / 2;
+    if constexpr (LOW == HIGH) multiply<LOW * UNIT>(acc, group, at);
+    else if (units <= MIDDLE) multiply_tile<LOW, MIDDLE>(acc, units, group, at);
+    else multiply_tile<MIDDLE + 1, HIGH>(acc, units, group, at);
+  }
+
+  // Byte of weight rows 8 * piece to 8 * piece + 7 of a pair: eight pairs at one piece meet every bank.
+  static DEV int sums_at(int pair, int piece) { return pair * PITCH + ((piece ^ (pair & 7)) << 4); }
+
+  // The sums of LEFT pairs from `from`. A warp has 16 weight rows, two pieces of each pair, 16 pairs at once.
+  DEV void leave(const float (&acc)[MOST / 2], const char* sums, int from, int held) const {
+    const int piece = (HAS_STORERS ? warp : warp % 4) * 2 + lane / 16;
+    const uint32_t to = shared_address(sums) + sums_at(lane % 16, piece);
+#pragma unroll
+    for (int i = 0; i < LEFT && from + i < MOST; i += 16) {
+      if (from + i >= held) break;
+      const float* a = acc + (from + i) / 2;
+      store_matrices_transposed(to + i * PITCH, pack_bf16(a[0], a[1]), pack_bf16(a[4], a[5]), pack_bf16(a[2], a[3]),
+                                pack_bf16(a[6], a[7]));
     }
   }
 
-  // Byte of 16-byte piece `piece` of pair `row` in a box: eight pairs at one piece, or a pair's pieces, meet every bank.
-  static DEV int box_at(int row, int piece) {
-    if constexpr (GATE_UP) return row * 64 + ((piece ^ (row >> 1 & 3)) << 4);
-    else return row * 128 + ((piece ^ (row & 7)) << 4);
-  }
-
-  // The 32 pairs of acc[0 .. 16], as rows of the box from `row`
-  template <bool SITU>
-  DEV void fill(const float* acc, uint32_t box, int row) const {
-    uint32_t low[4], high[4];
+  // Without storers: a warpgroup's rows of `out`, LEFT pairs at a time, 16 bytes a thread.
+  DEV void store_own(const float (&acc)[MOST / 2], const Tile& t, int group, const int (&place)[MANY]) const {
+    const char* const sums = s.sums + group * LEFT * PITCH;
+    const int row = tid % 128 / PIECES, piece = tid % PIECES, column = ((t.block * 2 + group) * PIECES + piece) * 8;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      low[i] = pack_bf16(acc[4 * i], acc[4 * i + 1]), high[i] = pack_bf16(acc[4 * i + 2], acc[4 * i + 3]);
-    const int piece = GATE_UP ? warp % 4 : warp % 4 * 2;
-    if constexpr (GATE_UP) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) low[i] = activate<SITU>(low[i], high[i], p.activation);
-    } else {
-      store_matrices_transposed(box + box_at(row + lane, piece + 1), high[0], high[1], high[2], high[3]);
-    }
-    store_matrices_transposed(box + box_at(row + lane, piece), low[0], low[1], low[2], low[3]);
-  }
-
-  // From registers by way of a box to rows of `out`, `CHUNK` pairs at a time, 16 bytes a thread.
-  template <bool SITU>
-  DEV void store(const float (&acc)[MOST / 2], const Tile& t, int group, const int (&pair)[MOST / PASS]) const {
-    char* const box = s.box[group];
-    const int me = tid % 128, row = me / PIECES, piece = me % PIECES;
-    const int column = (t.block * 2 + group) * OUT + piece * 8;
-#pragma unroll
-    for (int from = 0; from < MOST; from += CHUNK) {
+    for (int from = 0; from < MOST; from += LEFT) {
       if (from >= t.held) break;
-#pragma unroll
-      for (int i = 0; i < CHUNK && from + i < MOST; i += 32)
-        if (from + i < t.held) fill<SITU>(acc + (from + i) / 2, shared_address(box), i);
+      leave(acc, sums, from, t.held);
       named_barrier(1 + group, 128);
 #pragma unroll
-      for (int i = 0; i < CHUNK && from + i < MOST; i += PASS)
-        if (from + i + row < t.held && column < p.width) {
-          const int64_t place = GATE_UP ? t.first + from + i + row : pair[(from + i) / PASS];
-          *reinterpret_cast<uint4*>(p.out + place * p.width + column) =
-              *reinterpret_cast<const uint4*>(box + box_at(i + row, piece));
-        }
+      for (int i = 0; i < LEFT && from + i < MOST; i += PASS)
+        if (from + i + row < t.held && column < p.width)
+          *reinterpret_cast<uint4*>(p.out + (int64_t)place[(from + i) / PASS] * p.width + column) =
+              *reinterpret_cast<const uint4*>(sums + sums_at(i + row, piece));
       named_barrier(1 + group, 128);
     }
   }
@@ -223,22 +196,72 @@ struct Grouped {
   DEV void consume(int group) {
     float acc[MOST / 2];
     Place at{0, 0};
+    uint32_t phase = 1;
     Tile t = tile(blockIdx.x);
-    // one stores its results while the other multiplies: a lead, once there, stays
-    if (group == 1 && t.expert >= 0 && steps > LEAD) barrier_wait(full(LEAD), 0);
-    for (int i = blockIdx.x + gridDim.x; t.expert >= 0; i += gridDim.x) {
+    if constexpr (!HAS_STORERS)  // one stores its rows while the other multiplies: a lead, once there, stays
+      if (group == 1 && t.expert >= 0 && steps > LEAD) barrier_wait(full(LEAD), 0);
+    for (int i = blockIdx.x + gridDim.x; t.expert >= 0; i += gridDim.x, phase ^= 1) {
       const Tile next = tile(i);
-      int pair[MOST / PASS] = {};
-      if constexpr (!GATE_UP) {  // asked for here, needed behind the products
+      int place[MANY] = {};
+      if constexpr (!HAS_STORERS) {  // asked for here, needed behind the products
 #pragma unroll
-        for (int j = 0; j < MOST / PASS; j++) {
-          const int place = j * PASS + tid % 128 / PIECES;
-          if (place < t.held) pair[j] = p.order[t.first + place];
+        for (int j = 0; j < MANY; j++) {
+          const int row = j * PASS + tid % 128 / PIECES;
+          if (row < t.held) place[j] = p.order[t.first + row];
         }
       }
-      multiply_tile(acc, t, group, at);
-      if (GATE_UP && p.activation.situ) store<true>(acc, t, group, pair);
-      else store<false>(acc, t, group, pair);
+      multiply_tile(acc, (t.held + UNIT - 1) / UNIT, group, at);
+      if constexpr (HAS_STORERS) {
+        barrier_wait(stored(), phase);
+        leave(acc, s.sums, 0, t.held);
+        __syncwarp();
+        if (lane == 0) barrier_arrive(made());
+      } else {
+        store_own(acc, t, group, place);
+      }
+      t = next;
+    }
+  }
+
+  // --- storers -------------------------------------------------------------------------------------------------------
+
+  // Rows of `out` from a piece's sums, 16 bytes a thread, `MANY` rows at once: `order` is far away.
+  template <bool SITU>
+  DEV void store(const Tile& t) const {
+    const int me = tid - CONSUMERS - 32, piece = me % PIECES, column = (t.block * PIECES + piece) * 8;
+    if (column >= p.width) return;
+    for (int from = me / PIECES; from < t.held; from += MANY * PASS) {
+      int64_t place[MANY];
+#pragma unroll
+      for (int i = 0; i < MANY; i++) {
+        const int row = from + i * PASS;
+        place[i] = row >= t.held ? -1 : GATE_UP ? t.first + row : p.order[t.first + row];
+      }
+#pragma unroll
+      for (int i = 0; i < MANY; i++) {
+        if (place[i] < 0) continue;
+        const int row = from + i * PASS;
+        uint4 out = *reinterpret_cast<const uint4*>(s.sums + sums_at(row, GATE_UP ? piece * 2 : piece));
+        if constexpr (GATE_UP) {
+          const uint4 up = *reinterpret_cast<const uint4*>(s.sums + sums_at(row, piece * 2 + 1));
+          out = {activate<SITU>(out.x, up.x, p.activation), activate<SITU>(out.y, up.y, p.activation),
+                 activate<SITU>(out.z, up.z, p.activation), activate<SITU>(out.w, up.w, p.activation)};
+        }
+        *reinterpret_cast<uint4*>(p.out + place[i] * p.width + column) = out;
+      }
+    }
+  }
+
+  DEV void store_all() const {
+    uint32_t phase = 0;
+    Tile t = tile(blockIdx.x);
+    for (int i = blockIdx.x + gridDim.x; t.expert >= 0; i += gridDim.x, phase ^= 1) {
+      const Tile next = tile(i);
+      barrier_wait(made(), phase);
+      if (GATE_UP && p.activation.situ) store<true>(t);
+      else store<false>(t);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(stored());
       t = next;
     }
   }
@@ -253,44 +276,12 @@ struct Grouped {
     } else {
       give_registers<PRODUCER_REGISTERS>();
       if (tid == CONSUMERS) load();
+      else if (HAS_STORERS && warp > CONSUMERS / 32) store_all();
     }
   }
 };
 
-template <bool GATE_UP>
+template <bool GATE_UP, int MOST>
 __global__ void __launch_bounds__(CONSUMERS + PRODUCERS, 1) grouped_kernel(const __grid_constant__ GroupedParams p) {
-  Grouped<GATE_UP>(p, smem_base<GroupedSmem>()).run();
-}
-
-// Rows of x [T, K] in the order of the pairs in tiles: a block copies some rows of a tile, a warp a row at a time.
-struct GatherParams {
-  const uint16_t* x;
-  const int *order, *table;  // as above
-  uint16_t* out;             // [P, K]
-  int slots, columns, top_k;
-  int64_t x_stride;
-};
-
-constexpr int GATHER_WARPS = 8, GATHER_BLOCKS = 4, AHEAD = 9;  // blocks of a tile; pieces of 16 bytes a lane asks for at once
-
-__global__ void __launch_bounds__(GATHER_WARPS * 32) gather_kernel(const __grid_constant__ GatherParams p) {
-  wait_for_previous();
-  launch_dependents();
-  const int slot = blockIdx.x / GATHER_BLOCKS, warp = blockIdx.x % GATHER_BLOCKS * GATHER_WARPS + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32, pieces = p.columns / 8;
-  if (p.table[slot] < 0) return;  // nothing else is written of an entry behind the last
-  const int stop = p.table[2 * p.slots + slot];
-  for (int i = p.table[p.slots + slot] + warp; i < stop; i += GATHER_BLOCKS * GATHER_WARPS) {
-    const uint4* from = reinterpret_cast<const uint4*>(p.x + p.order[i] / p.top_k * p.x_stride);
-    uint4* to = reinterpret_cast<uint4*>(p.out + (int64_t)i * p.columns);
-    for (int first = lane; first < pieces; first += AHEAD * 32) {
-      uint4 held[AHEAD];
-#pragma unroll
-      for (int j = 0; j < AHEAD; j++)
-        if (first + j * 32 < pieces) held[j] = from[first + j * 32];
-#pragma unroll
-      for (int j = 0; j < AHEAD; j++)
-        if (first + j * 32 < pieces) to[first + j * 32] = held[j];
-    }
-  }
+  Grouped<GATE_UP, MOST>(p, smem_base<GroupedSmem<GATE_UP, MOST>>()).run();
 }

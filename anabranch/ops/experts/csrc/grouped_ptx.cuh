@@ -32,6 +32,7 @@ template <int N> DEV void give_registers() { asm volatile("setmaxnreg.dec.sync.a
 
 // --- between the lanes of a warp, and the CTAs of a cluster ---
 DEV int shuffle_up(int x, int by) { return __shfl_up_sync(0xffffffffu, x, by); }
+DEV int shuffle_xor(int x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
 DEV int load_peer(const int* local, int rank) {
   int x;
   asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(x) : "r"(peer_address(shared_address(local), rank)) : "memory");
