@@ -61,6 +61,7 @@ def test_bits_do_not_know_the_schedule(llm):
         flush(llm)
         llm.engine.scheduler.prefill_chunk = chunk
         assert run(llm, ask(llm, 7, 300)) == alone, chunk
+    llm.engine.ahead = False  # nobody is preempted while a sample of theirs is on its way
     for steps in (1, 9):
         flush(llm)
         request = ask(llm, 7, 300)
@@ -70,7 +71,7 @@ def test_bits_do_not_know_the_schedule(llm):
         llm.engine.scheduler._preempt(request)
         run(llm, ask(llm, 9, 5))
         assert (request.preemptions, request.sampled) == (1, alone)
-    llm.engine.scheduler.prefill_chunk = 2048
+    llm.engine.ahead, llm.engine.scheduler.prefill_chunk = True, 2048
 
 
 def test_graphs_equal_eager_steps(llm):
