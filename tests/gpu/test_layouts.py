@@ -86,7 +86,7 @@ def test_other_orders_of_sums_change_no_token(every, layout):
 
 @LAYOUTS
 def test_prompts_are_scored_alike(chosen, layout):
-    """In bf16, with expert choices that may flip at near ties: the mean holds (0.08 to 0.10), single tokens need not."""
+    """In bf16, with expert choices that may flip at near ties: the mean holds (0.08 to 0.10), single tokens not."""
     model, (_, one) = chosen
     scores = answers(model, "bfloat16", **layout)[1]
     asked = [(got[: n - 1], want[: n - 1]) for n, got, want in zip(LENGTHS, scores, one, strict=True)]
