@@ -80,13 +80,14 @@ class PromptGraphs:
     def size(self, replicas: Sequence[Sequence[tuple[Request, int]]]) -> int | None:
         """The graph that all attention replicas replay: each one's step is of one prompt, or of a part of one, or idle.
 
-        None if none holds them.
+        None if none holds them, or fewer than half of the replicas have any.
         """
         busy = [segments for segments in replicas if segments]
-        sizes = [self._size(segments) for segments in busy]
-        if not sizes or None in sizes:
+        sizes = [size for segments in busy if (size := self._size(segments)) is not None]
+        # what an idle replica computes meets few experts: most of them would hold up the others
+        if not sizes or len(sizes) < len(busy) or 2 * len(busy) < len(replicas):
             return None
-        size = max(s for s in sizes if s is not None)
+        size = max(sizes)
         # a square is from the first token on
         return size if size <= SINGLE or not any(request.computed for [(request, _)] in busy) else None
 

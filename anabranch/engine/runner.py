@@ -109,8 +109,8 @@ class Runner:
             return None
         assert behind is not None
         assert behind.tokens is not None
-        row_of, tokens = behind.rows(), behind.tokens
-        rows = [row_of[r] for r in flying]
+        places, tokens = behind.rows(), behind.tokens
+        rows = [places[r] for r in flying]
         return tokens if rows == list(range(len(tokens))) else tokens[to_device(rows, self.device)]
 
     def _why_eager(self, segments: Sequence[tuple[Request, int]]) -> str | None:
@@ -182,9 +182,15 @@ class Runner:
             owners += [i] * scored
         placed = together(
             self.device,
-            **{"tokens": tokens, "rows": rows, "block_table": table, "wanted": wanted},
-            **{"slots": [r.slot for r, _ in segments], "offsets": offsets, "ends": totals},
-            **{"prompt_offsets": offsets[decodes:] - offsets[decodes], "prompt_ends": totals[decodes:]},
+            tokens=tokens,
+            rows=rows,
+            block_table=table,
+            wanted=wanted,
+            slots=[r.slot for r, _ in segments],
+            offsets=offsets,
+            ends=totals,
+            prompt_offsets=offsets[decodes:] - offsets[decodes],
+            prompt_ends=totals[decodes:],
         )
         if newest is not None:
             placed["tokens"][:decodes] = newest

@@ -39,7 +39,7 @@ class ModelOptions:
     ops: Mapping[str, str] = field(default_factory=dict)
 
     def open(self) -> LLM:
-        """ValueError as in `LLM`."""
+        """One model a process. ValueError as in `LLM`."""
         llm = LLM(
             self.config,
             load_format="dummy",
@@ -57,7 +57,7 @@ class ModelOptions:
             fusion=self.fusion,
             ops=self.ops,
         )
-        # as in a server's engine process: else every collection visits the loaded model, 0.2 s in the middle of a wave
+        # as in a server's engine process: a collection that visits the loaded model takes 0.2 s of a wave
         gc.collect()
         gc.freeze()
         return llm

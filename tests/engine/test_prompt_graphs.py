@@ -203,6 +203,7 @@ def test_replicas_replay_one_size_together():
     rest.computed, answer.computed = 64, 20
     assert graphs.size([[(other, 60)], []]) == 64, "an idle replica computes tokens of nobody"
     assert graphs.size([[], [(fresh, 300)], [(other, 60)]]) == 320
+    assert graphs.size([[], [(other, 60)], []]) is None, "too many would compute for nobody"
     assert graphs.size([[(rest, 36)], [(other, 60)]]) == 64
     assert graphs.size([[(rest, 36)], [(fresh, 300)]]) is None, "a square knows no history"
     assert graphs.size([[(answer, 1)], [(other, 60)]]) is None, "a decode step beside it"

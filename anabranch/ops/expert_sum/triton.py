@@ -7,9 +7,8 @@ import triton.language as tl
 from anabranch.ops.early import early_launch, follow
 
 _COLUMNS = 512  # of a program
-_FEW_TOKENS = (
-    128  # up to here a program has four warps; above two, and addends leave the cache first: only y is read again
-)
+# up to here a program has four warps; above two, and addends leave the cache first: only y is read again
+_FEW_TOKENS = 128
 
 
 @triton.jit
