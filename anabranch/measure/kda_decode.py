@@ -160,7 +160,9 @@ def _arms(device: torch.device, case: Case, variants: bool) -> dict[str, Step]:
 def _variants(state: torch.dtype) -> dict[str, Step]:
     kind = "bf16" if state == torch.bfloat16 else "f32"
     names = [n for n in cuda.variants() if n.startswith(kind) and "_fb" not in n and "_many" not in n]
-    plans = {f"{name} {when.name.lower()}": cuda.Plan(name, release=when) for name in names for when in cuda.Release}
+    # at once would let steps pile up that take the same states again
+    when = {"": cuda.Release.BEHIND_WAIT, " late": cuda.Release.BEHIND_PASS}
+    plans = {name + late: cuda.Plan(name, release=release) for name in names for late, release in when.items()}
     return {name: partial(cuda.kda_step, early=True, plan=plan) for name, plan in plans.items()}
 
 

@@ -1,9 +1,10 @@
 """Programmatic dependent launch of Triton kernels: a kernel may start while the one before it still runs.
 
-A kernel that is launched early calls `ahead` first, so that the kernel behind it may start in turn, then reads what no
-kernel of its stream writes (weights) or what was complete before the last plain launch (ops/kda_step/spec.py), and
-calls `behind` before anything else. Every program calls `behind`: when a kernel has ended, so have all before it. The
-first norm of a pass has no update to add and is launched plainly: all earlier passes are complete behind it.
+A kernel that is launched early calls `ahead` first, so that the kernel behind it may start in turn. Then it reads what
+no kernel of its stream writes (weights), what was complete before the last plain launch (ops/kda_step/spec.py) or,
+behind a kernel that waited before it let this one in (`follow`), what the last but one wrote. It calls `behind` before
+anything else. Every program calls `behind`: when a kernel has ended, so have all before it. The first norm of a pass
+has no update to add and is launched plainly: all earlier passes are complete behind it.
 """
 
 from functools import cache

@@ -1,7 +1,7 @@
 """The streamed products of few pairs compiled for an H200: nothing spills, and products stay asynchronous."""
 
 
-def test_the_kernels_fit_and_products_overlap(assembled):
+def test_the_kernels_fit_and_nothing_spills(assembled):
     """Shared memory is asserted in the source."""
     report, kernels = assembled("experts")
     assert "Potential Performance Loss" not in report, "the compiler waits for a product before the next may start"

@@ -182,7 +182,7 @@ def test_tiles_of_the_routers_logits(real_kl, real_k3):
 
 @DTYPES
 def test_no_tile_of_logits_changes_a_bit(monkeypatch, dtype):
-    """Exact sums; tokens and experts that fill no tile; a row of NaN stays alone."""
+    """Exact sums (their order is tests/gpu's); tokens and experts that fill no tile; a row of NaN stays alone."""
     x, weight = torch.randint(-3, 4, (37, 512)).to(dtype), (torch.randint(-3, 4, (70, 512)) / 512).to(dtype)
     x[20] = torch.nan
     monkeypatch.setattr(router_kernels, "SPLIT_TOKENS", 16)

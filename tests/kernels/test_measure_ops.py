@@ -190,6 +190,7 @@ def natives(monkeypatch):
         choose=lambda heads, state: plans,
         variants=lambda: names,
         Plan=lambda *args, **kwargs: (args, kwargs),
+        Release=kda_decode.cuda.Release,
     )
     for module in (kda_decode, kda_chain):
         monkeypatch.setattr(module, "cuda", cuda)

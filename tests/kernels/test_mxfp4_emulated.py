@@ -103,7 +103,7 @@ def test_a_token_of_nan_stays_alone():
 
 @pytest.mark.parametrize("tile", [None, 8, 16])
 def test_experts_of_one_rank_behind_the_sort(tile):
-    """Against the reference; NaN where another rank's rows would be."""
+    """Against the Triton kernels; NaN where another rank's rows would be."""
     bank = mxfp4_bank(3, 128, 256, torch.bfloat16, first=2, total=7)
     x, (_, chosen) = (torch.randn(11, 256) * 0.1).bfloat16(), random_routing(11, 7, 2)
     got, local = cuda.expert_products(x, chosen, bank, SITU, tile), ((chosen >= 2) & (chosen < 5)).flatten()

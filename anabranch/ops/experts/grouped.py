@@ -45,8 +45,6 @@ def fits(x: torch.Tensor, bank: ExpertBank) -> bool:
     if w13 is None or w2 is None or not x.dtype == w13.dtype == w2.dtype == torch.bfloat16:
         return False
     sizes = (x.stride(0), w2.shape[1], w2.shape[2])
-    if bank.count > EXPERTS:
-        return False
     whole = x.stride(1) == 1 and w13.is_contiguous() and w2.is_contiguous()
     aligned = all(size % 8 == 0 for size in sizes) and all(t.data_ptr() % 16 == 0 for t in (x, w13, w2))
     return whole and aligned
@@ -54,7 +52,8 @@ def fits(x: torch.Tensor, bank: ExpertBank) -> bool:
 
 def worth(x: torch.Tensor, top_k: int, bank: ExpertBank) -> bool:
     """Whether a step's routed experts run here rather than on Triton."""
-    return mean_pairs(len(x), top_k, bank) > LEAST and x.is_cuda and fits(x, bank) and available(x.get_device())
+    many = mean_pairs(len(x), top_k, bank) > LEAST and bank.count <= EXPERTS
+    return many and x.is_cuda and fits(x, bank) and available(x.get_device())
 
 
 def expert_products(
@@ -80,7 +79,12 @@ def sort(experts: torch.Tensor, first: int, count: int, tile: int) -> Sorted:
     Args:
         experts: int64 [T, k], dense, global indices.
         tile: pairs of a tile, `TAIL` not counted, of which more make another tile; one of `TILES` for `products`.
+
+    Raises:
+        ValueError: more experts than the sort takes.
     """
+    if count > EXPERTS:
+        raise ValueError(f"experts: {count} local ones, the sort of the grouped products takes up to {EXPERTS}")
     pairs, like = experts.numel(), {"dtype": torch.int32, "device": experts.device}
     places, table = torch.empty(pairs, **like), torch.empty((3, slots(pairs, count, tile)), **like)
     native.load("experts").grouped_sort(experts, first, count, tile, TAIL, places, table)

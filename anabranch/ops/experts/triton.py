@@ -1,9 +1,9 @@
 """Routed experts as grouped GEMMs: gate and up with the activation, down, weighted sum. See spec.py for shapes.
 
 The weights of an expert that some token chose cross memory once for each tile of its tokens. As in `ops/linear`, the
-products are formed transposed (64 or more weight rows against a tile of tokens): every tile runs on wgmma with one
-order over K, so a pair's bits do not depend on the tile. A shared expert, which every token takes, can ride in the same
-two launches; its products sum K in the segments of `ops/linear`, so that its bits are those of its own chain.
+products are formed transposed, so every tile runs on wgmma with one order over K, and a pair's bits do not depend on
+it. A shared expert can ride in the same two launches; its products sum K in the segments of `ops/linear`, as alone.
+Where `grouped`, `stream` or `ops/mxfp4/cuda` are worth it they run instead, with the same bits.
 """
 
 from dataclasses import dataclass

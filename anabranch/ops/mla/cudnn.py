@@ -92,22 +92,22 @@ def fetch_rows(pages: torch.Tensor, table: torch.Tensor, first: int, latent: tor
     strides = (*pages.stride()[:2], *tails.stride()[:2])
     tile = {"RANK": rank, "ROPE": rope, "WIDE": triton.next_power_of_2(rank), "NARROW": triton.next_power_of_2(rope)}
     _fetch[(spread + triton.cdiv(count, _FETCH),)](
-        *(pages, table, latent, tails, first, count, spread, *strides),
+        *(pages, table, table.stride(0), latent, tails, first, count, spread, *strides),
         **(tile | {"PAGE": pages.shape[1], "H": heads, "FETCH": _FETCH, "SPREAD": _SPREAD, "num_warps": 4}),
         **early_launch(),
     )
 
 
 @triton.jit
-def _cache_row(pages, table, first, i, count, page_stride, row_stride, PAGE: tl.constexpr):
+def _cache_row(pages, table, entry_stride, first, i, count, page_stride, row_stride, PAGE: tl.constexpr):
     """Where these rows behind `first` start."""
-    page = tl.load(table + (first + i) // PAGE, i < count, other=0)
+    page = tl.load(table + (first + i) // PAGE * entry_stride, i < count, other=0)
     return pages + page * page_stride + (first + i) % PAGE * row_stride
 
 
 @triton.jit(do_not_specialize=["first", "count", "spread"], do_not_specialize_on_alignment=["table"])
 def _fetch(
-    pages, table, latent, tails, first, count, spread, page_stride, row_stride, token_stride, head_stride,
+    pages, table, entry_stride, latent, tails, first, count, spread, page_stride, row_stride, token_stride, head_stride,
     RANK: tl.constexpr, ROPE: tl.constexpr, WIDE: tl.constexpr, NARROW: tl.constexpr, PAGE: tl.constexpr,
     H: tl.constexpr, FETCH: tl.constexpr, SPREAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -116,13 +116,13 @@ def _fetch(
     if program < spread:
         pair, narrow = program * SPREAD + tl.arange(0, SPREAD), tl.arange(0, NARROW)[None, :]
         token, head = pair // H, pair % H
-        source = _cache_row(pages, table, first, token, count, page_stride, row_stride, PAGE)
+        source = _cache_row(pages, table, entry_stride, first, token, count, page_stride, row_stride, PAGE)
         known = (token < count)[:, None] & (narrow < ROPE)
         key = tl.load(source[:, None] + RANK + narrow, known)
         tl.store(tails + (token * token_stride + head * head_stride)[:, None] + narrow, key, known)
     else:
         i, wide = (program - spread) * FETCH + tl.arange(0, FETCH), tl.arange(0, WIDE)[None, :]
-        at = _cache_row(pages, table, first, i, count, page_stride, row_stride, PAGE)
+        at = _cache_row(pages, table, entry_stride, first, i, count, page_stride, row_stride, PAGE)
         inside = (i < count)[:, None] & (wide < RANK)
         tl.store(latent + (i * RANK)[:, None] + wide, tl.load(at[:, None] + wide, inside), inside)
 

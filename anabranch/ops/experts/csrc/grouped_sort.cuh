@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(SORT_THREADS, 1) sort_kernel(const __grid_cons
 struct SpreadParams {
   const uint16_t* x;
   const int* places;  // [T * top_k], -1: in no tile
-  int* order;         // as above, the inverse
+  int* order;         // [P]: the pair at each place
   uint16_t* out;      // [P, K]
   int columns, top_k;
   int64_t x_stride;

@@ -4,7 +4,7 @@
 constexpr uint32_t KEPT = 0x81C081C0;  // sign and the three other bits, moved to 15 and 8 .. 6: the value times 2^-126
 
 // bf16 2^(s - 1) of the scale bytes 0 and 2 of x & 0x00FF00FF: with 2^126 in it one exact product makes a weight.
-// Scales above 128 (2^1) do not fit and take `Wide`.
+// Scales from 128 (2^1) on take `Wide`: 129 would not fit, and one bit tells 128.
 DEV uint32_t powers(uint32_t bytes) { return bytes * 128 + 0x3F003F00; }
 
 template <int N>

@@ -4,7 +4,7 @@
 struct FewParams {
   Map codes;
   const uint8_t* scale;
-  const uint16_t* x;         // x [T, K], arranged, or h [P, K]
+  const uint16_t* x;         // x [T, K] or h [P, K], arranged
   const int *order, *table;  // [P] and [3, slots]: expert, first and stop of each tile
   uint16_t* out;             // h [P, N] in sorted order, arranged, or [P, N] in the order of pairs
   int slots, blocks, columns, width;  // blocks: pieces of a tile; columns: K; width: N
