@@ -166,20 +166,7 @@ class Runner:
         decodes = sum(r.decoding for r, _ in segments)
         lengths, totals = [count for _, count in segments], [r.computed + count for r, count in segments]
         offsets = np.cumsum([0, *lengths])
-        tokens, rows = np.empty((2, offsets[-1]), dtype=np.int64)
-        table = np.zeros((len(segments), max(len(r.pages) for r, _ in segments)), dtype=np.int64)
-        tokens[:decodes] = [r.next_tokens(1)[0] for r, _ in segments[:decodes]]
-        rows[:decodes] = [row_of(r.pages, r.computed) for r, _ in segments[:decodes]]
-        wanted, owners = [], []
-        for i, (request, count) in enumerate(segments):
-            first, stop = offsets[i : i + 2].tolist()
-            if i >= decodes:
-                tokens[first:stop] = request.next_tokens(count)
-                rows[first:stop] = rows_of(request.pages, request.computed, count)
-            table[i, : len(request.pages)] = request.pages
-            scored = count if wants_prompt_logprobs(request) else int(totals[i] == request.known)
-            wanted += range(stop - scored, stop)
-            owners += [i] * scored
+        tokens, rows, table, wanted, owners = _packed(segments, decodes, offsets.tolist())
         placed = together(
             self.device,
             tokens=tokens,
@@ -230,6 +217,29 @@ class Runner:
 
     def _tensor(self, values: list) -> torch.Tensor:
         return to_device(values, self.device)
+
+
+def _packed(
+    segments: Sequence[tuple[Request, int]], decodes: int, offsets: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int], list[int]]:
+    """Tokens and their cache rows, int64 [T], the block table, int64 [B, pages], which tokens' logits are wanted, and the
+    segment that each of these belongs to."""
+    tokens, rows = np.empty((2, offsets[-1]), dtype=np.int64)
+    table = np.zeros((len(segments), max(len(r.pages) for r, _ in segments)), dtype=np.int64)
+    tokens[:decodes] = [r.next_tokens(1)[0] for r, _ in segments[:decodes]]
+    rows[:decodes] = [row_of(r.pages, r.computed) for r, _ in segments[:decodes]]
+    wanted: list[int] = []
+    owners: list[int] = []
+    for i, (request, count) in enumerate(segments):
+        first, stop = offsets[i : i + 2]
+        if i >= decodes:
+            tokens[first:stop] = request.next_tokens(count)
+            rows[first:stop] = rows_of(request.pages, request.computed, count)
+        table[i, : len(request.pages)] = request.pages
+        scored = count if wants_prompt_logprobs(request) else int(request.computed + count == request.known)
+        wanted += range(stop - scored, stop)
+        owners += [i] * scored
+    return tokens, rows, table, wanted, owners
 
 
 def wants_prompt_logprobs(request: Request) -> bool:
