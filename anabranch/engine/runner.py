@@ -222,7 +222,7 @@ class Runner:
 def _packed(
     segments: Sequence[tuple[Request, int]], decodes: int, offsets: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int], list[int]]:
-    """Tokens and their cache rows, int64 [T], the block table, int64 [B, pages], which tokens' logits are wanted, and the
+    """Tokens and their cache rows, int64 [T], block table, int64 [B, pages], tokens whose logits are wanted, and the
     segment that each of these belongs to."""
     tokens, rows = np.empty((2, offsets[-1]), dtype=np.int64)
     table = np.zeros((len(segments), max(len(r.pages) for r, _ in segments)), dtype=np.int64)
