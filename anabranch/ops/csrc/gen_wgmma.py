@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 OPS = Path(__file__).parents[1]
-SHARED, ROWS = OPS / "skinny_gemm/csrc/wgmma.cuh", OPS / "kda_prefill/csrc/wgmma_rows.cuh"
-GROUPED = OPS / "experts/csrc/grouped_wgmma.cuh"
+SHARED, ROWS = OPS / "csrc/wgmma.cuh", OPS / "kda_prefill/csrc/wgmma_rows.cuh"
 CODED = OPS / "fp8_linear/csrc/coded_wgmma.cuh"
 
 
@@ -66,7 +65,6 @@ __device__ __forceinline__ void wgmma(float (&d)[{r}], const uint32_t* a, uint64
     return "\n".join(out) + "\n"
 
 
-SHARED.write_text(both_shared((8, 16, 24, 32, 64, 128)))
-GROUPED.write_text(both_shared(range(16, 257, 16)))
+SHARED.write_text(both_shared((8, 16, 24, *range(32, 257, 16))))
 ROWS.write_text(left_in_registers((64, 128)))
 CODED.write_text(left_in_registers((8, 16, 32, 64, 128)))

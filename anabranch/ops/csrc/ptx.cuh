@@ -52,6 +52,13 @@ DEVICE void tma_load(uint32_t to, const CUtensorMap* map, int row, int block, ui
       "[%0], [%1, {%5, %2, %3}], [%4], %6;"
       ::"r"(to), "l"(map), "r"(row), "r"(block), "r"(bar), "r"(0), "l"(policy) : "memory");
 }
+// a box of a tensor of five dimensions, innermost coordinate first
+DEVICE void load_box(uint32_t to, const CUtensorMap& map, int a, int b, int c, int d, int e, uint32_t bar, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;"
+      ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(bar), "l"(policy) : "memory");
+}
 DEVICE void tma_load_multicast(uint32_t to, const CUtensorMap* map, int row, int block, uint32_t bar, uint32_t peers,
                                uint64_t policy) {
   asm volatile(

@@ -2,7 +2,8 @@
 #pragma once
 #include "grouped.h"
 
-#include "../../../anabranch/ops/experts/csrc/grouped_act.cuh"
+#include "../../../anabranch/ops/experts/csrc/activation.cuh"
+#include "../../../anabranch/ops/experts/csrc/pieces.cuh"
 
 inline uint32_t multiply_bf16(uint32_t a, uint32_t b) {
   return pack_bf16(bf16_low(a) * bf16_low(b), bf16_high(a) * bf16_high(b));

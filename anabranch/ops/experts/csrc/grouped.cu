@@ -64,10 +64,7 @@ void grouped_gate_up(TensorView x, TensorView w13, TensorView table, TensorView 
   const int64_t inner = w13.size(1) / 2, width = w13.size(2);
   GroupedParams p = params(table, h, width, (int)((2 * inner + ROWS - 1) / ROWS));
   p.rows = sorted_rows(x, BOX), p.wide = sorted_rows(x, WIDE_BOX);
-  p.activation.situ = situ;
-  p.activation.beta = (float)beta, p.activation.inverse_beta = (float)(1 / beta);
-  p.activation.linear_beta = (float)linear_beta;
-  p.activation.inverse_linear_beta = linear_beta != 0 ? (float)(1 / linear_beta) : 0.f;
+  p.activation = activation_of(situ, beta, linear_beta);
   // eight rows of gate, the same eight of up, and so on
   p.weights = map_of(w13.data_ptr(), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                      {{width, 8, 2, inner / 8, w13.size(0)},

@@ -15,12 +15,11 @@
 #include "grouped.h"
 #else
 #include "grouped_ptx.cuh"
-#include "grouped_wgmma.cuh"
-DEV float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
-DEV float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
+#include "wgmma.cuh"
 #endif
-#include "grouped_act.cuh"
+#include "activation.cuh"
 #include "grouped_params.cuh"
+#include "pieces.cuh"
 
 template <bool GATE_UP, int MOST>
 struct Grouped {
@@ -38,17 +37,6 @@ struct Grouped {
   // a CTA of 384 threads starts with 168 registers each; what consumers take the others must have given
   static constexpr int CONSUMER_REGISTERS = 216, PRODUCER_REGISTERS = 72;
   static_assert(2 * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168);
-
-  struct Tile {
-    int expert, first, held, block;
-  };
-  struct Place {  // in the ring
-    int stage = 0;
-    uint32_t phase;
-    DEV void next() {
-      if (++stage == STAGES) stage = 0, phase ^= 1;
-    }
-  };
 
   const GroupedParams& p;
   Smem& s;
@@ -72,13 +60,7 @@ struct Grouped {
     __syncthreads();
   }
 
-  // The i-th piece; expert -1 behind the last.
-  DEV Tile tile(int i) const {
-    const int slot = i / p.blocks;
-    if (slot >= p.slots) return {-1, 0, 0, 0};
-    const int first = p.table[p.slots + slot];
-    return {p.table[slot], first, p.table[2 * p.slots + slot] - first, i - slot * p.blocks};
-  }
+  DEV Tile tile(int i) const { return tile_at(p, i); }
 
   DEV void load_weights(const Tile& t, int step, int stage) const {
     const uint32_t to = shared_address(s.stages[stage].w);
@@ -97,7 +79,7 @@ struct Grouped {
     for (int i = blockIdx.x + gridDim.x; t.expert >= 0; i += gridDim.x) {
       const Tile next = tile(i);
       const int boxes = (t.held + BOX - 1) / BOX, wide = WIDE ? t.held / WIDE_BOX : 0;
-      for (int step = 0; step < steps; step++, at.next()) {
+      for (int step = 0; step < steps; step++, at.next(STAGES)) {
         barrier_wait(empty(at.stage), at.phase);
         barrier_expect(full(at.stage), ROWS * 128 + boxes * BOX * 128);
         load_weights(t, step, at.stage);
@@ -143,7 +125,7 @@ struct Grouped {
         release(before);
       }
       before = at.stage;
-      at.next();
+      at.next(STAGES);
     }
     wgmma_wait<0>();
     pin(acc);

@@ -35,10 +35,7 @@ void stream_gate_up(TensorView x, TensorView w13, TensorView order, TensorView t
   const int64_t inner = w13.size(1) / 2, width = w13.size(2);
   StreamParams p = params(x, 2 * inner, order, table, h);
   p.top_k = (int)top_k;
-  p.activation.situ = situ;
-  p.activation.beta = (float)beta, p.activation.inverse_beta = (float)(1 / beta);
-  p.activation.linear_beta = (float)linear_beta;
-  p.activation.inverse_linear_beta = linear_beta != 0 ? (float)(1 / linear_beta) : 0.f;
+  p.activation = activation_of(situ, beta, linear_beta);
   // eight rows of gate, the same eight of up, and so on
   p.weights = map_of(w13.data_ptr(), CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
                      {{width, 8, 2, inner / 8, w13.size(0)},

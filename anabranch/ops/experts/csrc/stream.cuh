@@ -14,7 +14,8 @@
 #else
 #include "stream_ptx.cuh"
 #endif
-#include "grouped_act.cuh"
+#include "activation.cuh"
+#include "pieces.cuh"
 
 struct StreamParams {
   Map weights;
@@ -44,17 +45,6 @@ struct Stream {
   };
   static_assert(sizeof(Smem) <= 232448 && sizeof(Stage) % 1024 == 0);
 
-  struct Tile {
-    int expert, first, held, block;
-  };
-  struct Place {  // in the ring
-    int stage = 0;
-    uint32_t phase;
-    DEV void next() {
-      if (++stage == STAGES) stage = 0, phase ^= 1;
-    }
-  };
-
   const StreamParams& p;
   Smem& s;
   int tid, lane, warp, steps;
@@ -74,13 +64,7 @@ struct Stream {
     __syncthreads();
   }
 
-  // The i-th piece; expert -1 behind the last.
-  DEV Tile tile(int i) const {
-    const int slot = i / p.blocks;
-    if (slot >= p.slots) return {-1, 0, 0, 0};
-    const int first = p.table[p.slots + slot];
-    return {p.table[slot], first, p.table[2 * p.slots + slot] - first, i - slot * p.blocks};
-  }
+  DEV Tile tile(int i) const { return tile_at(p, i); }
 
   // --- producers ----------------------------------------------------------------------------------------------------
 
@@ -89,7 +73,7 @@ struct Stream {
     Tile t = tile(blockIdx.x);
     for (int i = blockIdx.x + gridDim.x; t.expert >= 0; i += gridDim.x) {
       const Tile next = tile(i);
-      for (int step = 0; step < steps; step++, at.next()) {
+      for (int step = 0; step < steps; step++, at.next(STAGES)) {
         const uint32_t bar = full(at.stage), to = shared_address(s.stages[at.stage].w);
         barrier_wait(empty(at.stage), at.phase);
         barrier_expect(bar, ROWS * 128);
@@ -120,7 +104,7 @@ struct Stream {
     for (int i = blockIdx.x + gridDim.x; t.expert >= 0; i += gridDim.x) {
       const Tile next = tile(i);
       find(next_from, next, row, piece);
-      for (int step = 0; step < steps; step++, at.next()) {
+      for (int step = 0; step < steps; step++, at.next(STAGES)) {
         const uint32_t to = shared_address(s.stages[at.stage].x) + swizzled;
         const int column = step * BLOCK, bytes = column + piece * 8 < p.columns ? 16 : 0;  // zeros behind the last
         barrier_wait(empty(at.stage), at.phase);
@@ -142,7 +126,7 @@ struct Stream {
   DEV void multiply(float (&acc)[N / 2], int group, Place& at) const {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) acc[i] = 0.f;
-    for (int step = 0; step < steps; step++, at.next()) {
+    for (int step = 0; step < steps; step++, at.next(STAGES)) {
       barrier_wait(full(at.stage), at.phase);
       copies_to_wgmma();
       const uint64_t w = wgmma_operand(shared_address(s.stages[at.stage].w) + group * 64 * 128);

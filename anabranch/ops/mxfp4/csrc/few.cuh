@@ -14,7 +14,8 @@
 #else
 #include "few_ptx.cuh"
 
-#include "../experts/csrc/grouped_act.cuh"
+#include "../experts/csrc/activation.cuh"
+#include "../experts/csrc/pieces.cuh"
 #endif
 #include "codes.cuh"
 #include "few_params.cuh"
@@ -32,17 +33,6 @@ struct Few {
   static int shared_bytes(int columns, int stages, int scales) {
     return HEADER + stages * (CODES + X_BYTES) + scales * ROWS * (columns / 32);
   }
-
-  struct Tile {
-    int expert, first, held, block;
-  };
-  struct Place {  // in a ring
-    int stage = 0;
-    uint32_t phase;
-    DEV void next(int stages) {
-      if (++stage == stages) stage = 0, phase ^= 1;
-    }
-  };
 
   const FewParams& p;
   int lane, warp, boxes, steps, groups;
@@ -70,13 +60,7 @@ struct Few {
     __syncthreads();
   }
 
-  // The i-th piece; expert -1 behind the last.
-  DEV Tile tile(int i) const {
-    const int slot = i / p.blocks;
-    if (slot >= p.slots) return {-1, 0, 0, 0};
-    const int first = p.table[p.slots + slot];
-    return {p.table[slot], first, p.table[2 * p.slots + slot] - first, i - slot * p.blocks};
-  }
+  DEV Tile tile(int i) const { return tile_at(p, i); }
 
   // --- producers ----------------------------------------------------------------------------------------------------
 

@@ -4,14 +4,6 @@
 
 using Map = CUtensorMap;
 
-// --- a box of a tensor of five dimensions, innermost coordinate first ---
-DEV void load_box(uint32_t to, const Map& map, int a, int b, int c, int d, int e, uint32_t bar, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;"
-      ::"r"(to), "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e), "r"(bar), "l"(policy) : "memory");
-}
-
 DEV uint32_t multiply_bf16(uint32_t a, uint32_t b) {
   uint32_t c;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));

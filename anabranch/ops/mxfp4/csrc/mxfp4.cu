@@ -64,10 +64,7 @@ void few_gate_up(TensorView x, TensorView packed, TensorView scale, TensorView o
                  int64_t top_k, bool situ, double beta, double linear_beta, int64_t tile) {
   FewParams p = params(scale, x, order, table, h);
   p.top_k = (int)top_k;
-  p.activation.situ = situ;
-  p.activation.beta = (float)beta, p.activation.inverse_beta = (float)(1 / beta);
-  p.activation.linear_beta = (float)linear_beta;
-  p.activation.inverse_linear_beta = linear_beta != 0 ? (float)(1 / linear_beta) : 0.f;
+  p.activation = activation_of(situ, beta, linear_beta);
   launch<true>(tile, p, packed, x.device());
 }
 

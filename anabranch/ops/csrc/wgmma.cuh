@@ -2,6 +2,16 @@
 #pragma once
 #include <cstdint>
 template <int T> struct Wgmma;
+template <> struct Wgmma<8> {
+  __device__ static __forceinline__ void mma(float (&d)[4], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"
+          "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
+          "%0, %1, %2, %3"
+          "}, %4, %5, p, 1, 1, 0, 0;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b), "r"(add));
+  }
+};
 template <> struct Wgmma<16> {
   __device__ static __forceinline__ void mma(float (&d)[8], uint64_t a, uint64_t b, int add) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
@@ -9,6 +19,17 @@ template <> struct Wgmma<16> {
           "%0, %1, %2, %3, %4, %5, %6, %7"
           "}, %8, %9, p, 1, 1, 0, 0;\n}\n"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "l"(a), "l"(b), "r"(add));
+  }
+};
+template <> struct Wgmma<24> {
+  __device__ static __forceinline__ void mma(float (&d)[12], uint64_t a, uint64_t b, int add) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %14, 0;\n"
+          "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {"
+          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
+          "}, %12, %13, p, 1, 1, 0, 0;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
         : "l"(a), "l"(b), "r"(add));
   }
 };

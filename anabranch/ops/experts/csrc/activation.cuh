@@ -6,6 +6,11 @@ struct Activation {
   int situ;
 };
 
+// linear_beta 0: no cap
+inline Activation activation_of(bool situ, double beta, double linear_beta) {
+  return {(float)beta, (float)(1 / beta), (float)linear_beta, linear_beta != 0 ? (float)(1 / linear_beta) : 0.f, situ};
+}
+
 DEV float sigmoid32(float x) { return __frcp_rn(__fadd_rn(1.f, expf(-x))); }
 
 // (1 - e) / (1 + e) with e = exp(-2|x|), and its series where that would cancel
