@@ -10,7 +10,6 @@ first token on: no token looks at what stands behind it.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,13 +22,14 @@ from anabranch.fusion.plan import Moment
 from anabranch.layers.batch import Batch, Saves
 from anabranch.models.kimi import KimiForCausalLM
 from anabranch.ops.segments import Segments
+from anabranch.ops.staging import spans
 
 SIZES = (16, 64, 128, 256, 384, 512, 768, 1024)  # tokens; above, a step's work hides the host
 SINGLE = 256  # largest size whose tokens attend one by one, each reading all that it sees
 # tokens x context behind which a step is eager: 60 x 32,768 still take Kimi-Linear-48B 28 ms from a graph and 58
 # without, and nothing beyond was measured (prefill.jsonl)
 PAIRS = 1 << 21
-_UNIT = 16  # numbers: every field starts on 128 bytes, so that kernels meet one alignment
+_UNIT = 16  # tokens
 
 
 def why_not(model: KimiForCausalLM, size: int) -> str | None:
@@ -136,7 +136,7 @@ class PromptGraphs:
         """
         total = self.max_len if request is None else request.computed + count
         width = pages_for(total) if size <= SINGLE else size // PAGE
-        buffer = torch.zeros(_room(size) + width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        buffer = torch.zeros(_spans(size)[1] + width, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         fields = _split(buffer.numpy(), size)
         fields.slots[:] = fields.rows[:] = fields.chunks[:] = fields.kept[:] = -1
         if request is not None:
@@ -190,19 +190,14 @@ def _counts(size: int) -> tuple[int, ...]:
 
 
 @cache
-def _spans(size: int) -> list[slice]:
-    """Where each field but the table stands in the buffer."""
-    starts = accumulate((-(-count // _UNIT) * _UNIT for count in _counts(size)), initial=0)
-    return [slice(start, start + count) for start, count in zip(starts, _counts(size), strict=False)]
-
-
-def _room(size: int) -> int:
-    """Numbers in front of the table."""
-    return -(-_spans(size)[-1].stop // _UNIT) * _UNIT
+def _spans(size: int) -> tuple[list[slice], int]:
+    """Where each field but the table stands in the buffer, and where the table starts."""
+    return spans(_counts(size))
 
 
 def _split(buffer: Any, size: int) -> _Fields:
-    return _Fields._make([*(buffer[span] for span in _spans(size)), buffer[_room(size) :]])
+    places, room = _spans(size)
+    return _Fields._make([*(buffer[place] for place in places), buffer[room:]])
 
 
 def _fill(fields: _Fields, request: Request, count: int) -> None:

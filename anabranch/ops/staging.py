@@ -26,14 +26,19 @@ def to_device(
 def together(device: torch.device | str, **values: ArrayLike) -> dict[str, torch.Tensor]:
     """int64 device tensors of host numbers by name, queued as one copy: parts of one buffer, each at 128 bytes."""
     arrays = [np.asarray(value, dtype=np.int64) for value in values.values()]
-    starts = [0, *accumulate(-(-a.size // _UNIT) * _UNIT for a in arrays)]
-    host = torch.zeros(starts[-1], dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
+    places, room = spans([a.size for a in arrays])
+    host = torch.zeros(room, dtype=torch.int64, pin_memory=torch.device(device).type == "cuda")
     filled = host.numpy()
-    for start, a in zip(starts, arrays, strict=False):
-        filled[start : start + a.size] = a.ravel()
+    for place, a in zip(places, arrays, strict=True):
+        filled[place] = a.ravel()
     placed = host.to(device, non_blocking=True)
-    parts = [placed[start : start + a.size].view(a.shape) for start, a in zip(starts, arrays, strict=False)]
-    return dict(zip(values, parts, strict=True))
+    return {name: placed[place].view(a.shape) for name, place, a in zip(values, places, arrays, strict=True)}
+
+
+def spans(counts: Sequence[int]) -> tuple[list[slice], int]:
+    """Where parts of so many int64 numbers stand in one buffer, each at 128 bytes, and how many numbers it has."""
+    starts = [0, *accumulate(-(-count // _UNIT) * _UNIT for count in counts)]
+    return [slice(start, start + count) for start, count in zip(starts, counts, strict=False)], starts[-1]
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+
 from anabranch.ops import native
 
 EMULATOR = Path(__file__).parent / "emulator"
@@ -34,6 +37,15 @@ def module(folder: str, unit: str = "") -> Any:
             subprocess.run([*command, "-o", str(out), str(EMULATOR / f"{unit or folder}.cpp"), *link], check=True)
             out.replace(target)
     return tvm_ffi.load_module(str(target))
+
+
+def loaded(monkeypatch: pytest.MonkeyPatch, folder: str, unit: str = "") -> Any:
+    """`module` in place of the real library for one test, with the first order of threads and the first inputs."""
+    torch.manual_seed(0)
+    built = module(folder, unit)
+    built.seed(1)
+    monkeypatch.setattr(native, "load", lambda folder: built)
+    return built
 
 
 def why_not() -> str | None:

@@ -13,7 +13,6 @@ from helpers import emulated
 from helpers.banks import PlainBank, mxfp4_bank, plain_bank, random_routing
 from helpers.moe import SILU, SITU
 
-from anabranch.ops import native
 from anabranch.ops.expert_ffn import cuda, gemv
 from anabranch.ops.expert_ffn.plan import GemvPlan, choose_gemv
 from anabranch.ops.expert_ffn.reference import expert_ffn as reference
@@ -28,11 +27,8 @@ PLAN = GemvPlan(blocks=3, warps=2, down_warps=5)
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    torch.manual_seed(0)
-    built = emulated.module("expert_ffn")
-    built.seed(1)
+    built = emulated.loaded(monkeypatch, "expert_ffn")
     built.asked()
-    monkeypatch.setattr(native, "load", lambda folder: built)
     return built
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import emulated
 
-from anabranch.ops import native
 from anabranch.ops.fp8_linear import cuda, layout, reference
 from anabranch.ops.fp8_linear.reference import BLOCK, CODES, quantize
 from anabranch.ops.fp8_linear.spec import FP8_LINEAR
@@ -24,11 +23,7 @@ BUILT = {tuple(int(n) for n in v) for v in re.findall(r"V\((\d), (\d+), (\d), (\
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    built = emulated.module("fp8_linear")
-    built.seed(1)
-    monkeypatch.setattr(native, "load", lambda folder: built)
-    torch.manual_seed(0)
-    return built
+    return emulated.loaded(monkeypatch, "fp8_linear")
 
 
 def layouts(tokens: int, rows: int, columns: int) -> list[layout.Layout]:

@@ -10,7 +10,6 @@ from helpers.banks import PlainBank, plain_bank
 from helpers.moe import SILU, SITU
 
 from anabranch.config.model import ActivationConfig
-from anabranch.ops import native
 from anabranch.ops.experts import grouped
 from anabranch.ops.experts.spec import EXPERTS
 from anabranch.ops.glu.reference import glu
@@ -23,11 +22,7 @@ TOP_K = 3
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    torch.manual_seed(0)
-    built = emulated.module("experts")
-    built.seed(1)
-    monkeypatch.setattr(native, "load", lambda folder: built)
-    return built
+    return emulated.loaded(monkeypatch, "experts")
 
 
 def sorted_pairs(runs: list[int], tile: int) -> grouped.Sorted:

@@ -10,7 +10,6 @@ import torch
 from helpers import emulated
 from helpers.kda_prefill import error, exact_prompt, fresh, prompt_inputs, rows_of
 
-from anabranch.ops import native
 from anabranch.ops.kda_prefill import chunked, cuda, reference
 from anabranch.ops.kda_prefill.chunked import BOUNDED, SOFTPLUS
 from anabranch.ops.kda_prefill.spec import EQUAL_KEY_ERRORS, KDA_PROMPT, RANDOM_ERRORS
@@ -23,10 +22,7 @@ GATES = pytest.mark.parametrize("gate", ["bounded", "softplus"])
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    built = emulated.module("kda_prefill")
-    built.seed(1)
-    monkeypatch.setattr(native, "load", lambda folder: built)
-    return built
+    return emulated.loaded(monkeypatch, "kda_prefill")
 
 
 def run(given: dict[str, Any]) -> torch.Tensor:

@@ -10,7 +10,6 @@ import torch
 from helpers import emulated
 from helpers.kda_inputs import fresh_pools, kinds, rows_of, step_inputs
 
-from anabranch.ops import native
 from anabranch.ops.kda_step import cuda
 from anabranch.ops.kda_step.reference import kda_step as reference
 from anabranch.ops.kda_step.spec import KDA_STEP
@@ -32,9 +31,7 @@ EVERY = pytest.mark.parametrize("variant", [name for family in FAMILIES for name
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    built = emulated.module("kda_step")
-    built.seed(1)
-    monkeypatch.setattr(native, "load", lambda folder: built)
+    built = emulated.loaded(monkeypatch, "kda_step")
     cuda.variants.cache_clear()
     yield built
     cuda.variants.cache_clear()

@@ -10,7 +10,6 @@ from helpers.banks import Mxfp4Bank, mxfp4_bank, plain_bank, random_routing
 from helpers.moe import SILU, SITU
 from helpers.on_device import OnDevice
 
-from anabranch.ops import native
 from anabranch.ops.experts import reference
 from anabranch.ops.experts import triton as kernels
 from anabranch.ops.experts.spec import EXPERTS
@@ -25,11 +24,7 @@ TOP_K = 3
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    torch.manual_seed(0)
-    built = emulated.module("mxfp4")
-    built.seed(1)
-    monkeypatch.setattr(native, "load", lambda folder: built)
-    return built
+    return emulated.loaded(monkeypatch, "mxfp4")
 
 
 def sorted_pairs(runs: list[int], tile: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,6 @@ import torch
 from helpers import emulated
 from helpers.moe import MOE
 
-from anabranch.ops import native
 from anabranch.ops.registry import IMPLEMENTATIONS
 from anabranch.ops.router import cuda, reference
 from anabranch.ops.router.plan import FEW_TOKENS, NARROW_EXPERTS, NARROW_WIDTH, scratch_words
@@ -29,11 +28,8 @@ SHAPES = [(72, 20, 3), (8, 2, 2), (2312, 33, 8), (4104, 9, 1), (264, 258, 16), (
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    torch.manual_seed(0)
-    built = emulated.module("router")
-    built.seed(1)
+    built = emulated.loaded(monkeypatch, "router")
     built.asked()
-    monkeypatch.setattr(native, "load", lambda folder: built)
     return built
 
 

@@ -11,7 +11,6 @@ from helpers.moe import SILU, SITU
 from helpers.on_device import OnDevice
 
 from anabranch.config.model import ActivationConfig
-from anabranch.ops import native
 from anabranch.ops.experts import stream
 from anabranch.ops.experts.spec import EXPERTS
 from anabranch.ops.experts.tiles import Tiles
@@ -25,11 +24,7 @@ TOP_K = 3
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    torch.manual_seed(0)
-    built = emulated.module("experts", "stream")
-    built.seed(1)
-    monkeypatch.setattr(native, "load", lambda folder: built)
-    return built
+    return emulated.loaded(monkeypatch, "experts", "stream")
 
 
 def tiles(runs: list[int]) -> Tiles:

@@ -50,6 +50,15 @@ def fits(x: torch.Tensor, bank: ExpertBank) -> bool:
     return whole and aligned
 
 
+def check(x: torch.Tensor, bank: ExpertBank) -> None:
+    """ValueError unless `fits`."""
+    if not fits(x, bank):
+        raise ValueError(
+            f"experts: x {tuple(x.shape)} {x.dtype} with strides {x.stride()}: the CUDA products need bf16, dense "
+            "stacks, a row pitch and both widths that are multiples of 8, and addresses that are multiples of 16"
+        )
+
+
 def worth(x: torch.Tensor, top_k: int, bank: ExpertBank) -> bool:
     """Whether a step's routed experts run here rather than on Triton."""
     many = mean_pairs(len(x), top_k, bank) > LEAST and bank.count <= EXPERTS
@@ -99,11 +108,7 @@ def products(
     Raises:
         ValueError: x or the bank is not laid out as the kernels read them.
     """
-    if not fits(x, bank):
-        raise ValueError(
-            f"experts: x {tuple(x.shape)} {x.dtype} with strides {x.stride()}: the grouped products need bf16, "
-            "dense stacks, a row pitch and both widths that are multiples of 8, and addresses that are multiples of 16"
-        )
+    check(x, bank)
     store: Any = bank
     pairs, (_, width, inner) = made.places.numel(), store.w2.shape
     like = {"dtype": x.dtype, "device": x.device}

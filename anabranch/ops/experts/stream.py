@@ -9,7 +9,7 @@ import torch
 
 from anabranch.config.model import ActivationConfig
 from anabranch.ops import native
-from anabranch.ops.experts.grouped import available, fits
+from anabranch.ops.experts.grouped import available, check, fits
 from anabranch.ops.experts.plan import RIDER_TOKENS
 from anabranch.ops.experts.reference import ExpertBank, mean_pairs
 from anabranch.ops.experts.tiles import Tiles, align
@@ -49,11 +49,7 @@ def products(
     Raises:
         ValueError: x or the bank is not laid out as the kernels read them.
     """
-    if not fits(x, bank):
-        raise ValueError(
-            f"experts: x {tuple(x.shape)} {x.dtype} with strides {x.stride()}: the streamed products need bf16, dense "
-            "stacks, a row pitch and both widths that are multiples of 8, and addresses that are multiples of 16"
-        )
+    check(x, bank)
     store: Any = bank
     pairs, (_, width, inner) = made.pairs.numel(), store.w2.shape
     h, out = (torch.empty((pairs, columns), dtype=x.dtype, device=x.device) for columns in (inner, width))
